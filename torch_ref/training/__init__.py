@@ -1,0 +1,1 @@
+"""The torch side of loss, clip, optimizers and schedules."""
