@@ -1,0 +1,119 @@
+"""The command line: a table command → function. Start reading here.
+
+`flax-gpt COMMAND --help` shows a command's options; they are the arguments of its function and the fields of the configurations in `config.py`.
+Exit status: 0 done, 1 the check or the run failed, 2 bad usage or bad input, 130 interrupted, 141 the reader of the output went away.
+"""
+
+import io
+import os
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from flax_gpt import __version__
+from flax_gpt.cli.usage import Command, UsageError, bind
+from flax_gpt.errors import InputError, RunError, require
+
+Run = Annotated[Positional[Path], arg(metavar="RUN")]
+
+
+def figures_attention(run: Run, /, *, text: str, out: Path | None = None) -> None:
+    """Draws what a run's model attends to in a text: every layer's mean over its heads, and every head of the last layer.
+
+    Args:
+        run: Folder of a run.
+        text: What the model reads; at most max_len tokens of its vocabulary.
+        out: Folder of the pictures; RUN/figures when left out.
+    """
+    from flax_gpt.figures import attention
+    from flax_gpt.training.loop import load_run
+
+    for path in attention.draw(load_run(run), text, run / "figures" if out is None else out):
+        print(path)
+
+
+def convert(
+    file: Annotated[Positional[Path], arg(metavar="FILE.pt")],
+    out: Annotated[Positional[Path], arg(metavar="OUT.safetensors")],
+    /,
+) -> None:
+    """Rewrites the weights of a PyTorch file as .safetensors, names and values unchanged. Needs torch, which reads it without running code from it.
+
+    Args:
+        file: A .pt file that holds a state dict.
+        out: The file to write.
+    """
+    require(out.suffix == ".safetensors", "OUT", str(out), "must end in .safetensors")
+    try:
+        import torch_ref.weights.convert as torch_convert
+    except ModuleNotFoundError as error:
+        require(error.name != "torch", "FILE", str(file), "needs PyTorch to be read: pip install 'flax-gpt[torch]'")
+        raise
+    torch_convert.convert(file, out)
+    print(out)
+
+
+COMMANDS: dict[str, Command] = {
+    "figures attention": figures_attention,
+    "convert": convert,
+}
+
+
+def overview(names: Iterable[str]) -> str:
+    rows = [f"  {name:<20}{(COMMANDS[name].__doc__ or '').splitlines()[0]}" for name in names]
+    return "\n".join(["usage: flax-gpt COMMAND [OPTIONS]", "", *rows, "", "flax-gpt COMMAND --help explains a command's options."])
+
+
+def call(arguments: list[str]) -> None:
+    """Runs the command that `arguments` begin with."""
+    if arguments == ["--version"]:
+        print(f"flax-gpt {__version__}")
+        return
+    for name, command in COMMANDS.items():
+        words = name.split()
+        if arguments[: len(words)] == words:
+            bind(command, name, arguments[len(words) :])()
+            return
+    family = [name for name in COMMANDS if name.split()[0] in arguments[:1]]
+    if not arguments or "-h" in arguments or "--help" in arguments:
+        print(overview(family or COMMANDS))
+        return
+    raise UsageError(f"COMMAND = {' '.join(arguments[: 2 if family else 1])!r}: must be one of {', '.join(family or COMMANDS)}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command and returns its exit status; whatever goes wrong is one line on standard error."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without the characters gets escapes, not a traceback
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+    try:
+        call(arguments)
+        sys.stdout.flush()
+        return 0
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        return 141
+    except KeyboardInterrupt:
+        return refuse("interrupted", 130)
+    except (UsageError, InputError) as error:
+        return refuse(error, 2)
+    except OSError as error:
+        bad_path = isinstance(error, FileNotFoundError | FileExistsError | NotADirectoryError | IsADirectoryError | PermissionError)
+        return refuse(f"{error.filename}: {error.strerror}" if error.filename else error, 2 if bad_path else 1)
+    except RunError as error:
+        return refuse(error, 1)
+
+
+def refuse(reason: object, status: int) -> int:
+    print("flax-gpt:", " ".join(str(reason).split()), file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
