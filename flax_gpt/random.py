@@ -42,10 +42,17 @@ def as_key(key: Any) -> jax.Array:
     return key
 
 
-def fold(key: Any, word: Any) -> jax.Array:
-    """A new key from `key` (..., 2) and a 32-bit `word`; the leading axes of both broadcast."""
+def _aligned(key: Any, word: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The two words of the key and the counter, with equally many axes."""
     word = jnp.asarray(word).astype(jnp.uint32)
     k0, k1 = key[..., 0], key[..., 1]
+    rank = max(word.ndim, k0.ndim)
+    return tuple(x.reshape((1,) * (rank - x.ndim) + x.shape) for x in (k0, k1, word))
+
+
+def fold(key: Any, word: Any) -> jax.Array:
+    """A new key from `key` (..., 2) and a 32-bit `word`; the leading axes of both broadcast."""
+    k0, k1, word = _aligned(key, word)
     return jnp.stack(jnp.broadcast_arrays(_hash(k0, k1, word), _hash(k1 ^ _OTHER, k0, word)), axis=-1)
 
 
@@ -56,7 +63,7 @@ def fold_name(key: Any, name: str) -> jax.Array:
 
 def bits(key: Any, index: Any) -> jax.Array:
     """32 random bits a counter: key (..., 2) and index broadcast to the result's shape, uint32."""
-    return _hash(key[..., 0], key[..., 1], jnp.asarray(index).astype(jnp.uint32))
+    return _hash(*_aligned(key, index))
 
 
 def fold_coordinates(key: Any, shape: tuple[int, ...], first: tuple[Any, ...] = ()) -> jax.Array:

@@ -1,0 +1,29 @@
+"""The key/value cache of generation."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from flax_gpt.config import GPTConfig
+from flax_gpt.errors import require
+
+
+class KVCache(NamedTuple):
+    """One pair of arrays (B, S, K, Dh) a layer, and the number of positions filled in each row, (B,) int32."""
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    lengths: jax.Array
+
+
+def init_cache(config: GPTConfig, batch: int, size: int | None = None) -> KVCache:
+    """An empty cache of `size` positions (default max_len) in the compute dtype. Raises InputError when size exceeds max_len."""
+    size = config.max_len if size is None else size
+    require(1 <= size <= config.max_len, "size", size, f"must lie in [1, max_len = {config.max_len}]")
+    shape = (batch, size, config.kv_heads, config.head_dim)
+
+    def empty() -> tuple[jax.Array, ...]:
+        return tuple(jnp.zeros(shape, config.dtype) for _ in range(config.num_layers))
+
+    return KVCache(empty(), empty(), jnp.zeros(batch, jnp.int32))

@@ -1,0 +1,49 @@
+"""Linear layers and embeddings with the two named initialisations."""
+
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+
+from flax_gpt.config import INIT_STD
+
+
+def linear(config: Any, in_features: int, out_features: int, *, use_bias: bool, rngs: nnx.Rngs, to_residual: bool = False) -> nnx.Linear:
+    """x W + b with W (in_features, out_features).
+
+    'scaled': W ~ N(0, 0.02²), or N(0, 0.02² / 2N) for a projection that writes to the residual stream, b = 0 (Radford et al. 2019, section 2.3).
+    'torch': W and b uniform within ±1/√in_features, as torch's nn.Linear draws them.
+    """
+    if config.init == "torch":
+        bound = 1 / math.sqrt(in_features)
+        kernel_init = bias_init = _uniform(bound)
+    else:
+        kernel_init = jax.nn.initializers.normal(config.residual_std if to_residual else INIT_STD)
+        bias_init = jax.nn.initializers.zeros
+    return nnx.Linear(
+        in_features,
+        out_features,
+        use_bias=use_bias,
+        kernel_init=kernel_init,
+        bias_init=bias_init,
+        dtype=jax.numpy.dtype(config.dtype),
+        param_dtype=jax.numpy.dtype(config.param_dtype),
+        rngs=rngs,
+    )
+
+
+def embedding(config: Any, *, rngs: nnx.Rngs) -> nnx.Embed:
+    """A table (V, D): N(0, 0.02²) when 'scaled', N(0, 1) when 'torch'. A traced id ≥ V reads NaN."""
+    return nnx.Embed(
+        config.vocab_size,
+        config.d_model,
+        embedding_init=jax.nn.initializers.normal(1.0 if config.init == "torch" else INIT_STD),
+        dtype=jax.numpy.dtype(config.dtype),
+        param_dtype=jax.numpy.dtype(config.param_dtype),
+        rngs=rngs,
+    )
+
+
+def _uniform(bound: float) -> Any:
+    return lambda key, shape, dtype, out_sharding=None: jax.random.uniform(key, shape, dtype, minval=-bound, maxval=bound)

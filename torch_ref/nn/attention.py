@@ -1,0 +1,73 @@
+"""Multi-head self-attention."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from torch_ref.kernels.api import attend
+from torch_ref.nn.dropout import Draw, attention_keys, dropout
+from torch_ref.nn.linear import linear
+
+
+class SingleHeadAttention(nn.Module):
+    """One head: bias-free projections D → Dh, softmax(Q Kᵀ / √Dh) V (Vaswani et al. 2017, section 3.2.1)."""
+
+    def __init__(self, config: Any, head_dim: int):
+        super().__init__()
+        self.query = linear(config, config.d_model, head_dim, use_bias=False)
+        self.key = linear(config, config.d_model, head_dim, use_bias=False)
+        self.value = linear(config, config.d_model, head_dim, use_bias=False)
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+        """x (B, T, D) → output (B, T, Dh) and map (B, T, T); mask (T, T) or (B, 1, T, T), True = may attend; options as in `attend`."""
+        q, k, v = (project(x)[:, :, None, :] for project in (self.query, self.key, self.value))
+        out, weights = attend(q, k, v, mask=mask, return_weights=True, **options)
+        return out[:, :, 0], weights[:, 0]
+
+
+class MultiHeadAttention(nn.Module):
+    """H heads of width Dh = D / H over K key/value heads (Vaswani et al. 2017, section 3.2.2; K < H: Ainslie et al. 2023)."""
+
+    def __init__(self, config: Any, place: str, *, use_bias: bool, dropout_rate: float = 0.0, output_dropout: float = 0.0):
+        super().__init__()
+        self.num_heads, self.kv_heads = config.num_heads, config.kv_heads
+        kv_width = config.kv_heads * config.head_dim
+        self.query = linear(config, config.d_model, config.d_model, use_bias=use_bias)
+        self.key = linear(config, config.d_model, kv_width, use_bias=use_bias)
+        self.value = linear(config, config.d_model, kv_width, use_bias=use_bias)
+        self.output = linear(config, config.d_model, config.d_model, use_bias=use_bias, to_residual=True)
+        self.rate, self.output_rate, self.place = dropout_rate, output_dropout, place
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        causal: bool = False,
+        lengths: Tensor | None = None,
+        draw: Draw | None = None,
+        return_attention: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """x (B, T, D) → output (B, T, D) and, on request, the maps (B, H, T, T); keys from lengths (B,) on are hidden."""
+        keys = attention_keys(draw, f"{self.place}.weights", x.shape[0], self.num_heads) if self.rate > 0 else None
+        out = attend(
+            *self.project(x),
+            causal=causal,
+            kv_lengths=lengths,
+            dropout_rate=0.0 if keys is None else self.rate,
+            dropout_key=keys,
+            return_weights=return_attention,
+        )
+        out, weights = out if return_attention else (out, None)
+        return dropout(self.merge(out), self.output_rate, draw, f"{self.place}.output"), weights
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, D) → q (B, T, H, Dh), k and v (B, T, K, Dh)."""
+        return _split(self.query(x), self.num_heads), _split(self.key(x), self.kv_heads), _split(self.value(x), self.kv_heads)
+
+    def merge(self, heads: Tensor) -> Tensor:
+        """(B, T, H, Dh) → (B, T, D) through the output projection."""
+        return self.output(heads.reshape(*heads.shape[:2], -1))
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    return x.reshape(*x.shape[:2], heads, -1)
