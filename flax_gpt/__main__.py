@@ -10,15 +10,61 @@ import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from flax_gpt import __version__
 from flax_gpt.cli.usage import Command, UsageError, bind
+from flax_gpt.config import SampleConfig
 from flax_gpt.errors import InputError, RunError, require
 
 Run = Annotated[Positional[Path], arg(metavar="RUN")]
+
+
+def generate(
+    run: Run,
+    /,
+    *,
+    prompt: str,
+    max_new_tokens: int = 200,
+    samples: int = 1,
+    seed: int = 0,
+    overflow: Literal["slide", "error"] = "slide",
+    sampling: SampleConfig = SampleConfig(),  # noqa: B008 (frozen)
+) -> None:
+    """Continues a prompt with a run's model; the text appears as it is written.
+
+    Args:
+        run: Folder of a run.
+        prompt: The text to continue, in characters of the run's vocabulary.
+        max_new_tokens: Tokens to write.
+        samples: Continuations drawn at once; the first appears as it is written, the others when all are done.
+        seed: Of the draws; the same seed writes the same text.
+        overflow: Beyond the model's max_len, 'slide' moves the window on, recomputing it for each token; 'error' refuses.
+    """
+    require(0 <= seed < 2**64, "seed", seed, "must lie in [0, 2**64)")
+    require(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "must be at least 1")
+    require(samples >= 1, "samples", samples, "must be at least 1")
+    from flax_gpt.generation.sampling import stream
+    from flax_gpt.random import key_from_seed
+    from flax_gpt.training.loop import load_run
+
+    loaded = load_run(run)
+    options = {"samples": samples, "key": key_from_seed(seed), "overflow": overflow, **sampling.to_dict()}
+    texts = [prompt] * samples
+    for number, pieces in enumerate(stream(loaded.model, loaded.tokenizer, prompt, max_new_tokens, **options)):
+        if number == 0:  # from here on nothing is refused
+            print(f"{heading(1, samples)}{prompt}", end="")
+        print(pieces[0], end="", flush=True)
+        texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+    print()
+    for number, text in enumerate(texts[1:], start=2):
+        print(f"{heading(number, samples)}{text}")
+
+
+def heading(number: int, samples: int) -> str:
+    return f"--- sample {number} of {samples} ---\n" if samples > 1 else ""
 
 
 def figures_attention(run: Run, /, *, text: str, out: Path | None = None) -> None:
@@ -58,6 +104,7 @@ def convert(
 
 
 COMMANDS: dict[str, Command] = {
+    "generate": generate,
     "figures attention": figures_attention,
     "convert": convert,
 }
