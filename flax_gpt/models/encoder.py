@@ -1,5 +1,7 @@
 """TinyTransformer: a post-LN encoder that classifies a sequence."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -31,7 +33,7 @@ class TinyTransformer(nnx.Module):
         """
         check_inputs(self.config, tokens, lengths)
         x = self.positions(self.token_embed(tokens))
-        maps = []
+        maps: list[Any] = []
         for block in self.blocks:
             x, weights = block(x, lengths=lengths, return_attention=return_attention)
             maps.append(weights)

@@ -1,6 +1,7 @@
 """MiniGPT: a decoder-only Transformer with tied embeddings."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ class MiniGPT(nnx.Module):
         check_inputs(self.config, tokens, lengths, positions)
         draw = self.dropout.draw()
         x = dropout(self.embed(tokens, positions), self.config.dropout, draw, "embedding")
-        maps = []
+        maps: list[Any] = []
         for block in self.blocks:
             x, weights = block(x, lengths=lengths, draw=draw, return_attention=return_attention)
             maps.append(weights)

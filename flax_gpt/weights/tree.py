@@ -3,7 +3,7 @@
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +34,14 @@ def leaf_names(model: nnx.Module) -> dict[Path, tuple[str, bool]]:
     """
     modules = dict(nnx.iter_modules(model))
     table = _table(model)
-    names = {}
+    names: dict[Path, tuple[str, bool]] = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Any(nnx.Param, Buffer))):
-        *parents, attribute = path
+        parents, attribute = path[:-1], str(path[-1])
         if isinstance(variable, Buffer):
-            leaf, transposed = str(attribute), False
+            leaf, transposed = attribute, False
         else:
-            kinds = _TORCH_LEAVES.get(type(modules[tuple(parents)]), {})
-            require(attribute in kinds, "model", ".".join(map(str, path)), f"has no name in files: {type(modules[tuple(parents)]).__name__}")
+            kinds = _TORCH_LEAVES.get(type(modules[parents]), {})
+            require(attribute in kinds, "model", ".".join(map(str, path)), f"has no name in files: {type(modules[parents]).__name__}")
             leaf, transposed = kinds[attribute]
         names[path] = (table.to_file(".".join([*map(str, parents), leaf])), transposed)
     return names
@@ -147,7 +147,7 @@ def _constants(model: nnx.Module) -> dict[str, np.ndarray]:
     """Buffers of the original that the model computes instead of holding; True = hidden in `causal_mask`."""
     if "causal_mask" not in _table(model).buffers:
         return {}
-    max_len = model.config.max_len
+    max_len = cast(Any, model).config.max_len
     return {"causal_mask": ~np.tril(np.ones((max_len, max_len), bool))}
 
 

@@ -4,7 +4,7 @@ import os
 import pathlib
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -118,7 +118,7 @@ def _constants(model: nn.Module) -> dict[str, Tensor]:
     """Buffers of the original that the model computes instead of holding; True = hidden in `causal_mask`."""
     if "causal_mask" not in _table(model).buffers:
         return {}
-    max_len = model.config.max_len
+    max_len = cast(Any, model).config.max_len
     return {"causal_mask": ~torch.ones(max_len, max_len, dtype=torch.bool).tril()}
 
 
