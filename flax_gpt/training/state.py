@@ -1,0 +1,125 @@
+"""The training state and the one jitted, donated step over it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from flax_gpt.config import GPTConfig
+from flax_gpt.models.gpt import MiniGPT
+from flax_gpt.random import key_from_seed
+from flax_gpt.training.data import Batch
+from flax_gpt.training.loss import cross_entropy, token_losses
+from flax_gpt.training.optimizer import global_norm
+
+
+class TrainState(NamedTuple):
+    """All that a step changes; a checkpoint holds exactly this."""
+
+    step: jax.Array
+    """Completed updates, () int32."""
+    params: nnx.State
+    rest: nnx.State
+    """Buffers, and the key of dropout."""
+    optimizer: Any
+    line_loss: jax.Array
+    """Summed loss of the tokens since the last line of metrics.jsonl, () float32; so that no step waits for the host."""
+    line_tokens: jax.Array
+    """How many those are, () float32."""
+    loss: jax.Array
+    """Mean loss of the last batch, before its update."""
+    grad_norm: jax.Array
+    """Global gradient norm of the last batch, before the clip."""
+
+
+def new_model(config: GPTConfig, seed: int) -> MiniGPT:
+    """A model whose weights and dropout key are those of `seed`, any integer in [0, 2**64); nnx.Rngs(seed) below 2**32."""
+    low, high = key_from_seed(seed)
+    return MiniGPT(config, rngs=nnx.Rngs(jax.random.wrap_key_data(np.array([high, low]), impl="threefry2x32")))
+
+
+def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    """(graph, parameters, rest)."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    return graph, params, rest
+
+
+def new_state(params: nnx.State, rest: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first update. Arrays are copied: the step donates its state, and nobody else may hold what it deletes."""
+    params, rest = jax.tree.map(jnp.copy, (params, rest))
+    zero = lambda: jnp.zeros((), jnp.float32)
+    return TrainState(jnp.zeros((), jnp.int32), params, rest, optimizer.init(params), zero(), zero(), zero(), zero())
+
+
+def failed(state: TrainState) -> jax.Array:
+    """Whether the last batch's loss or gradient norm was NaN or infinite; the state then stays as it was before that batch."""
+    return ~(jnp.isfinite(state.loss) & jnp.isfinite(state.grad_norm))
+
+
+def make_step(
+    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, starts_line: Callable[[jax.Array], jax.Array]
+) -> Callable[[TrainState, Batch], TrainState]:
+    """The jitted step (state, batch) -> state; it deletes the state that it is given.
+
+    `starts_line(completed updates)`: whether the sums of a metrics line start anew with this batch. Dropout's step is the number of completed updates.
+    A batch whose loss or gradient norm is not finite changes nothing but `loss` and `grad_norm`, and neither does any batch after it, so the host
+    may look at `failed` whenever it likes.
+    """
+
+    def loss_of(params: nnx.State, state: TrainState, batch: Batch) -> jax.Array:
+        model = nnx.merge(graph, params, state.rest, copy=True)
+        model.dropout.step[...] = state.step.astype(jnp.uint32)
+        logits, _ = model(batch.tokens)
+        return cross_entropy(logits, batch.targets, batch.weights)
+
+    def step(state: TrainState, batch: Batch) -> TrainState:
+        loss, grads = jax.value_and_grad(loss_of)(state.params, state, batch)
+        norm = global_norm(grads)
+        updates, moments = optimizer.update(grads, state.optimizer, state.params)
+        fresh, count = starts_line(state.step), jnp.sum(batch.weights)
+        new = TrainState(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            rest=state.rest,
+            optimizer=moments,
+            line_loss=jnp.where(fresh, 0, state.line_loss) + loss.astype(jnp.float32) * count,
+            line_tokens=jnp.where(fresh, 0, state.line_tokens) + count,
+            loss=loss.astype(jnp.float32),
+            grad_norm=norm.astype(jnp.float32),
+        )
+        stopped = failed(state)
+        good = ~stopped & ~failed(new)
+        kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, state)
+        return kept._replace(loss=jnp.where(stopped, state.loss, new.loss), grad_norm=jnp.where(stopped, state.grad_norm, new.grad_norm))
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_evaluation(graph: nnx.GraphDef) -> Callable[[nnx.State, nnx.State, Batch], jax.Array]:
+    """The jitted sum of the losses of a batch's real tokens, without dropout: (params, rest, batch) -> () float32."""
+
+    def total(params: nnx.State, rest: nnx.State, batch: Batch) -> jax.Array:
+        model = nnx.merge(graph, params, rest, copy=True)
+        model.eval()
+        logits, _ = model(batch.tokens)
+        return jnp.sum(token_losses(logits, batch.targets) * batch.weights)
+
+    return jax.jit(total)
+
+
+def to_arrays(state: Any) -> dict[str, Any]:
+    """{dotted path: array} of a tree, the names that a checkpoint holds."""
+    return {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+
+
+def from_arrays(arrays: Mapping[str, np.ndarray], like: Any) -> Any:
+    """A tree like `like` filled from {dotted path: array}; the device gets copies, since a step may delete them."""
+    return jax.tree.map_with_path(lambda path, leaf: jnp.array(arrays[_name(path)]), like)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
