@@ -1,0 +1,48 @@
+"""What generation accepts, and the sizes to which it pads."""
+
+import numbers
+from typing import Any
+
+import numpy as np
+
+from flax_gpt.errors import require
+
+SMALLEST_BUCKET = 16
+
+
+def read_prompts(tokens: Any, lengths: Any, vocab_size: int) -> list[np.ndarray]:
+    """The rows of tokens (B, T), each cut to its length. Raises InputError for what is empty, no integer, or outside the vocabulary."""
+    tokens = np.asarray(tokens)
+    require(tokens.ndim == 2 and min(tokens.shape) >= 1, "tokens", list(tokens.shape), "must have the shape (B, T), both at least 1")
+    require(tokens.dtype.kind in "iu", "tokens", str(tokens.dtype), "must be integers")
+    B, T = tokens.shape
+    lengths = np.full(B, T) if lengths is None else np.asarray(lengths)
+    require(lengths.shape == (B,), "lengths", list(lengths.shape), f"must have the shape (B,) = ({B},)")
+    require(lengths.dtype.kind in "iu", "lengths", str(lengths.dtype), "must be integers")
+    wrong = lengths[(lengths < 1) | (lengths > T)]
+    require(wrong.size == 0, "lengths", int(wrong[0]) if wrong.size else None, f"must lie in [1, T = {T}]")
+    prompts = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+    ids = np.concatenate(prompts)
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    require(wrong.size == 0, "tokens", int(wrong[0]) if wrong.size else None, f"must lie in [0, vocab_size = {vocab_size})")
+    return [prompt.astype(np.int32) for prompt in prompts]
+
+
+def check_room(prompts: list[np.ndarray], new: Any, max_len: int, overflow: Any, smallest: int = 0) -> None:
+    """Raises InputError for a number of new tokens below `smallest`, or, when overflow is "error", for one that does not fit."""
+    require(is_integer(new) and new >= smallest, "max_new_tokens", new, f"must be an integer of at least {smallest}")
+    require(overflow in ("slide", "error"), "overflow", overflow, "must be 'slide' or 'error'")
+    longest = max(map(len, prompts))
+    limit = f"must be at most {max(max_len - longest, 0)} after {longest} tokens: max_len = {max_len}"
+    require(overflow == "slide" or longest + new <= max_len, "max_new_tokens", new, limit)
+
+
+def bucket(size: int, limit: int | None = None) -> int:
+    """The power of two from 16 up that holds `size`, at most `limit`."""
+    power = max(SMALLEST_BUCKET, 1 << (int(size) - 1).bit_length())
+    return power if limit is None else min(power, limit)
+
+
+def is_integer(value: Any) -> bool:
+    """An integer of Python or numpy; True and False are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
