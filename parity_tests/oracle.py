@@ -1,0 +1,212 @@
+"""Runs the models of both packages on one batch and names what they compute; the float64 run of the torch side is the truth that errors refer to."""
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from flax import nnx
+
+import torch_ref.models.encoder
+import torch_ref.models.gpt
+import torch_ref.training.loss
+import torch_ref.training.optimizer
+import torch_ref.weights.tree
+from flax_gpt.config import EncoderConfig, GPTConfig, OptimizerConfig
+from flax_gpt.models.encoder import TinyTransformer
+from flax_gpt.models.gpt import MiniGPT
+from flax_gpt.training.loss import cross_entropy
+from flax_gpt.training.optimizer import global_norm, make_optimizer
+from flax_gpt.weights import tree
+
+Values = dict[str, np.ndarray]
+Config = GPTConfig | EncoderConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What one forward and backward pass needs, as numpy."""
+
+    tokens: np.ndarray
+    """(B, T) int32."""
+    targets: np.ndarray
+    """(B, T) int32, or (B,) for a classifier."""
+    lengths: np.ndarray | None = None
+    """(B,) int32; tokens from there on are padding and do not count in the loss."""
+    dropout_key: np.ndarray | None = None
+    """(2,) uint32, the seed key of dropout; None runs in eval mode."""
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Any]) -> Self:
+        integers = {name: np.asarray(inputs[name], np.int32) for name in ("tokens", "targets", "lengths") if inputs.get(name) is not None}
+        key = inputs.get("dropout_key")
+        return cls(**integers, dropout_key=None if key is None else np.asarray(key, np.uint32))
+
+    @property
+    def weights(self) -> np.ndarray | None:
+        """(B, T), 1 for the tokens that count in the loss and 0 for padding; None when all count."""
+        if self.lengths is None or self.targets.ndim == 1:
+            return None
+        return (np.arange(self.tokens.shape[1]) < self.lengths[:, None]).astype(np.float32)
+
+
+def flax_model(config: Config, weights: Mapping[str, np.ndarray] | None = None, *, dtype: str | None = None, seed: int = 0) -> nnx.Module:
+    """A model in eval mode, of `weights` or of fresh ones, in the configuration's dtypes or in `dtype`."""
+    config = config if dtype is None else dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
+    kind = MiniGPT if isinstance(config, GPTConfig) else TinyTransformer
+    with jax.enable_x64(config.param_dtype == "float64"):
+        model = kind(config, rngs=nnx.Rngs(seed))
+        if weights is not None:
+            tree.load_weights(model, weights)
+    model.eval()
+    return model
+
+
+def torch_model(config: Config, weights: Mapping[str, np.ndarray] | None = None, *, dtype: str | None = None) -> torch.nn.Module:
+    """The same in torch."""
+    config = config if dtype is None else dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
+    kind = torch_ref.models.gpt.MiniGPT if isinstance(config, GPTConfig) else torch_ref.models.encoder.TinyTransformer
+    model = kind(config)
+    if weights is not None:
+        torch_ref.weights.tree.load_weights(model, weights)
+    return model.eval()
+
+
+def in_float64(model: Any) -> Any:
+    """A copy of the model that holds the same numbers, buffers included, and computes in float64."""
+    if isinstance(model, torch.nn.Module):
+        return torch_model(model.config, torch_ref.weights.tree.torch_weights(model), dtype="float64")
+    return flax_model(model.config, tree.torch_weights(model), dtype="float64")
+
+
+def flax_weights(model: nnx.Module, names: Mapping[str, str] | None = None) -> Values:
+    return _renamed(tree.torch_weights(model), names)
+
+
+def torch_weights(model: torch.nn.Module) -> Values:
+    return torch_ref.weights.tree.torch_weights(model)
+
+
+def _renamed(values: Values, names: Mapping[str, str] | None) -> Values:
+    return {(names or {}).get(name, name): value for name, value in values.items()}
+
+
+def torch_values(model: torch.nn.Module, batch: Batch) -> Values:
+    """attention/LAYER, logits, loss, grad_norm and grads/NAME of one batch, in the order of computation."""
+    loss, logits, maps = _torch_forward(model, batch)
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    found = {f"attention/{i}": m for i, m in enumerate(maps)} | {"logits": logits, "loss": loss}
+    found["grad_norm"] = torch.nn.utils.get_total_norm(grads)
+    named = torch_ref.weights.tree.gradients(model)
+    return {name: value.detach().numpy().copy() for name, value in found.items()} | {f"grads/{name}": value for name, value in named.items()}
+
+
+def _torch_forward(model: torch.nn.Module, batch: Batch) -> Any:
+    model.train(batch.dropout_key is not None)
+    if batch.dropout_key is not None:
+        model.dropout.seed_key, model.dropout.step = torch.from_numpy(batch.dropout_key.astype(np.int64)), 0
+    lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths)
+    weights = None if batch.weights is None else torch.from_numpy(batch.weights)
+    logits, maps = model(torch.from_numpy(batch.tokens), lengths=lengths, return_attention=True)
+    return torch_ref.training.loss.cross_entropy(logits, torch.from_numpy(batch.targets), weights), logits, maps
+
+
+def flax_values(model: nnx.Module, batch: Batch, names: Mapping[str, str] | None = None) -> Values:
+    """The same from an NNX model, under strict dtype and rank promotion."""
+    graph, params, rest = nnx.split(_set_dropout(model, batch), nnx.Param, ...)
+    with _flax_arithmetic(model):
+        (loss, (logits, maps)), grads = jax.jit(_flax_gradient, static_argnums=0)(graph, params, rest, batch.tokens, batch.targets, *_optional(batch))
+        norm = global_norm(grads)
+    found = {f"attention/{i}": m for i, m in enumerate(maps)} | {"logits": logits, "loss": loss, "grad_norm": norm}
+    named = _renamed(tree.torch_weights(model, grads), names)
+    return {name: np.asarray(value) for name, value in found.items()} | {f"grads/{name}": value for name, value in named.items()}
+
+
+def _set_dropout(model: nnx.Module, batch: Batch) -> nnx.Module:
+    if batch.dropout_key is None:
+        model.eval()
+    else:
+        model.train()
+        model.dropout.seed_key[...], model.dropout.step[...] = jnp.asarray(batch.dropout_key), jnp.uint32(0)
+    return model
+
+
+def _optional(batch: Batch) -> tuple[Any, Any]:
+    return batch.lengths, batch.weights
+
+
+def _flax_gradient(graph: Any, params: Any, rest: Any, tokens: Any, targets: Any, lengths: Any, weights: Any) -> Any:
+    def loss_of(params: Any) -> Any:
+        model = nnx.merge(graph, params, rest, copy=True)
+        logits, maps = model(tokens, lengths=lengths, return_attention=True)
+        return cross_entropy(logits, targets, weights), (logits, maps)
+
+    return jax.value_and_grad(loss_of, has_aux=True)(params)
+
+
+@contextlib.contextmanager
+def _flax_arithmetic(model: nnx.Module, *, strict: bool = True) -> Iterator[None]:
+    """Products in full precision, float64 when the model has it, and `strict`: no silent promotion of ranks, nor of dtypes.
+
+    NNX's LayerNorm promotes float64 against float32 by itself, so dtypes are held strictly in the narrower models only.
+    """
+    wide = model.config.param_dtype == "float64"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.default_matmul_precision("highest"))
+        stack.enter_context(jax.enable_x64(wide))
+        if strict:
+            stack.enter_context(jax.numpy_rank_promotion("raise"))
+            stack.enter_context(jax.numpy_dtype_promotion("standard" if wide else "strict"))
+        yield
+
+
+def torch_steps(model: torch.nn.Module, batch: Batch, config: OptimizerConfig, steps: int) -> Values:
+    """losses, grad_norms (before the clip), and weights/, exp_avg/ and exp_avg_sq/NAME after `steps` updates on one batch; `model` stays."""
+    model = copy.deepcopy(model)
+    optimizer = torch_ref.training.optimizer.make_optimizer(model, config, steps)
+    losses, norms = [], []
+    for _ in range(steps):
+        loss = _torch_forward(model, batch)[0]
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.detach())
+        norms.append(optimizer.step())
+    named = dict(model.named_parameters())
+    states = {name: optimizer.optimizer.state[parameter] for name, parameter in named.items()}
+    spell = lambda values: torch_ref.weights.tree.torch_weights(model, values)
+    found = {"weights": spell(named)} | {k: spell({name: state[k] for name, state in states.items()}) for k in ("exp_avg", "exp_avg_sq")}
+    return {"losses": torch.stack(losses).numpy(), "grad_norms": torch.stack(norms).numpy()} | _flat(found)
+
+
+def flax_steps(model: nnx.Module, batch: Batch, config: OptimizerConfig, steps: int) -> Values:
+    """The same from an NNX model and `flax_gpt.training.optimizer`."""
+    graph, params, rest = nnx.split(_set_dropout(model, batch), nnx.Param, ...)
+    with _flax_arithmetic(model, strict=False):
+        optimizer = make_optimizer(config, steps)
+
+        @jax.jit
+        def step(params: Any, state: Any) -> Any:
+            (loss, _), grads = _flax_gradient(graph, params, rest, batch.tokens, batch.targets, *_optional(batch))
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, loss, global_norm(grads)
+
+        state, losses, norms = optimizer.init(params), [], []
+        for _ in range(steps):
+            params, state, loss, norm = step(params, state)
+            losses.append(np.asarray(loss))
+            norms.append(np.asarray(norm))
+    adam = next(part for part in state if isinstance(part, optax.ScaleByAdamState))
+    found = {"weights": params, "exp_avg": adam.mu, "exp_avg_sq": adam.nu}
+    return {"losses": np.stack(losses), "grad_norms": np.stack(norms)} | _flat({k: tree.torch_weights(model, v) for k, v in found.items()})
+
+
+def _flat(groups: Mapping[str, Values]) -> Values:
+    return {f"{group}/{name}": value for group, values in groups.items() for name, value in values.items()}

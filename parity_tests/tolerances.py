@@ -1,0 +1,231 @@
+"""Every tolerance of the project, derived from a float64 run and from the arithmetic of the dtype under test.
+
+The question is never "how close?" but "is this error one that rounding explains?". Three steps answer it.
+
+1. One operation. A result in floating point is fl(x) = x (1 + d) + e with |d| ≤ u, the unit roundoff, and |e| at most the smallest normal number,
+   because small results may be flushed to zero (Higham 2002, "Accuracy and Stability of Numerical Algorithms", equations 2.4 and 2.8). Elementary
+   functions (exp, erf, …) are allowed `ELEMENTARY` times that. A sum S of n terms t_k, added one after another in random order with independent
+   errors of standard deviation u / √3, has partial sums whose squares add up to n (S² / 3 + Σ t_k² / 6) on average; its error has the variance
+
+       u² / 3 · n · (S² / 3 + Σ t_k² / 6).
+
+   Relative to S it grows with √n for terms of one sign (Higham & Mary 2019, "A new approach to probabilistic rounding error analysis"), and when
+   terms cancel it stays in proportion to them: a gradient that is zero in theory is judged by the size of what was added up. Sums in blocks or trees
+   do better. Equal terms that follow each other round alike, so that their errors are not independent (Connolly, Higham & Mary 2021, "Stochastic
+   rounding and its probabilistic backward error analysis", section 1): runs of r equal terms multiply the variance by r.
+
+2. The whole program. It is run in float64 with every operation disturbed at random as step 1 allows: Monte Carlo arithmetic (Vignes 1993; Parker
+   1997). The `RUNS` results scatter about the undisturbed one as those of a sound program in the smaller dtype would, with each amplification by a
+   norm, a softmax or Adam's division in its place; nothing about the model has to be known. To first order the scatter is in proportion to u, so one
+   set of runs serves every dtype.
+
+3. The verdict (`grade`). Two numbers describe an error: its root mean square over that of the scatter, and its worst element over the scatter of that
+   element. Each disturbed run is described in the same way against the others; the worst of them is the unit, so the number of elements and their
+   dependence on each other are accounted for. An error of grade 1 is as bad as the worst of the simulated runs. The reference may reach
+   1 + `FACTOR`; ours may reach 1 + `FACTOR` times the grade of the reference, and never more than the reference may.
+"""
+
+import collections
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch._decomp import get_decompositions
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Unit roundoff: half the distance from 1 to the next number."""
+
+TINY = 2.0**-126
+"""Smallest normal number of float32 and bfloat16: what a flushed result loses at most."""
+
+ELEMENTARY = 4.0
+"""Error allowed to an elementary function, in unit roundoffs: 2 units in the last place, what both frameworks' vectorised forms keep to."""
+
+RUNS = 8
+"""Disturbed runs behind each verdict."""
+
+FACTOR = 3.0
+"""How much worse than the reference a result may be, beyond the worst simulated run."""
+
+_aten = torch.ops.aten
+_COMPOSITE = get_decompositions(
+    [
+        *(_aten.native_layer_norm, _aten.native_layer_norm_backward, _aten.gelu, _aten.gelu_backward, _aten.logsumexp),
+        *(_aten._softmax, _aten._softmax_backward_data, _aten._log_softmax, _aten._log_softmax_backward_data),
+        *(_aten.nll_loss_forward, _aten.nll_loss_backward),
+    ]
+)
+_ELEMENTARY = {*"exp expm1 exp2 log log1p log2 erf erfc tanh sin cos sigmoid pow rsqrt".split()}
+_EXACT = {
+    *"abs alias amax amin arange argmax argmin bernoulli cat clamp clamp_max clamp_min clone constant_pad_nd copy detach embedding empty".split(),
+    *"empty_like fill flip floor full full_like gather index index_select lift_fresh masked_fill max maximum min minimum neg new_empty".split(),
+    *"new_full new_zeros ones ones_like relu repeat roll round scalar_tensor scatter select_backward select_scatter sign slice_backward".split(),
+    *"slice_scatter sort stack threshold_backward topk tril triu where zero zeros zeros_like _to_copy _unsafe_view".split(),
+}
+
+
+class Rounding(TorchDispatchMode):
+    """Disturbs the float64 results of every torch operation as rounding to a dtype of unit roundoff `unit` may; differs from seed to seed."""
+
+    def __init__(self, unit: float, seed: int):
+        super().__init__()
+        self.unit = unit
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            if func in _COMPOSITE:
+                return _COMPOSITE[func](*args, **kwargs)
+            parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        name = func.overloadpacket.__name__
+        if func.is_view or name.rstrip("_") in _EXACT:
+            return func(*args, **kwargs)
+        terms = _SUMS.get(name)
+        counted = terms(func, *args, **kwargs) if terms else None
+        out = func(*map(self._constant, args), **{key: self._constant(value) for key, value in kwargs.items()})
+        written = args[0] if name.startswith("_foreach") and name.endswith("_") else out
+        for place, result in enumerate(written if isinstance(written, tuple | list) else (written,)):
+            if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+                if counted is not None:
+                    self._disturb(result, _sum_error(result, *counted[place]))
+                else:
+                    self._disturb(result, result.abs() * (ELEMENTARY if name.rstrip("_") in _ELEMENTARY else 1.0))
+        return out
+
+    def _disturb(self, result: torch.Tensor, size: torch.Tensor) -> None:
+        """Adds noise of `size` unit roundoffs; an infinite result stays as it is."""
+        noise = size.nan_to_num_(0.0, 0.0, 0.0).mul_(self.unit).add_(TINY * self.unit / UNIT["float32"])
+        result.add_(noise.mul_(torch.rand(result.shape, dtype=result.dtype, generator=self.generator).mul_(2).sub_(1)))
+
+    def _constant(self, value: Any) -> Any:
+        """A Python number that float32 cannot hold, rounded at random: one error that all elements share."""
+        if not isinstance(value, float) or not math.isfinite(value) or abs(value) > 1e38 or value == float(np.float32(value)):
+            return value
+        return value * (1 + self.unit * float(torch.rand((), generator=self.generator) * 2 - 1))
+
+
+def _sum_error(total: torch.Tensor, count: Any, squares: torch.Tensor) -> torch.Tensor:
+    return (count * (total.square() / 3 + squares / 6)).sqrt_()
+
+
+# For each operation that adds up: [(number of terms, sum of their squares)] for each result.
+
+
+def _matmul(func: Any, a: torch.Tensor, b: torch.Tensor) -> list[Any]:
+    return [(a.shape[-1], func(a.square(), b.square()))]
+
+
+def _affine(func: Any, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float = 1, alpha: float = 1) -> list[Any]:
+    return [(a.shape[-1] + 1, func(bias.square(), a.square(), b.square(), beta=beta**2, alpha=alpha**2))]
+
+
+def _sum(func: Any, x: torch.Tensor, dims: Any = None, *args: Any, **kwargs: Any) -> list[Any]:
+    squares = func(x.square(), *(() if dims is None else (dims,)), *args, **kwargs)
+    last = -1 if not dims else max(d % x.ndim for d in dims)
+    return [(x.numel() / max(squares.numel(), 1) * _run_length(x, last), squares)]
+
+
+def _run_length(x: torch.Tensor, dim: int) -> float:
+    """Mean length of the runs of equal terms along `dim`; disturbed copies of one number, 16 unit roundoffs apart at most, count as equal."""
+    if x.ndim == 0 or x.shape[dim] < 2:
+        return 1.0
+    size = x.shape[dim]
+    before, after = x.narrow(dim, 0, size - 1), x.narrow(dim, 1, size - 1)
+    alike = (after - before).abs_() < after.abs() * (16 * UNIT["float32"])
+    return 1 / (1 - float(alike.double().mean()) * (1 - 1 / size))
+
+
+def _mean(func: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> list[Any]:
+    squares = func(x.square(), *args, **kwargs)
+    count = x.numel() / max(squares.numel(), 1)
+    return [(count, squares / count)]
+
+
+def _var(func: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> list[Any]:
+    """Two passes: the variance adds up squares of differences from the mean."""
+    var = func(x, *args, **kwargs)
+    count = x.numel() / max((var[0] if isinstance(var, tuple) else var).numel(), 1)
+    if not isinstance(var, tuple):
+        return [(count, 3 * var.square() / count)]
+    return [(count, 3 * var[0].square() / count), (count, (var[0] + var[1].square()) / count)]
+
+
+def _norm(func: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> list[Any]:
+    """√Σx²: half the relative error of the sum, whose terms have one sign."""
+    norm = func(x, *args, **kwargs)
+    count = x.numel() / max(norm.numel(), 1)
+    return [(count / 4, norm.square())]
+
+
+def _norms(func: Any, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> list[Any]:
+    return [(x.numel() / 4, x.square().sum()) for x in tensors]
+
+
+def _rows(func: Any, grad: torch.Tensor, indices: torch.Tensor, *args: Any) -> list[Any]:
+    return [(func(torch.ones_like(grad), indices, *args), func(grad.square(), indices, *args))]
+
+
+_SUMS: dict[str, Callable[..., list[Any]]] = {
+    **dict(mm=_matmul, bmm=_matmul, mv=_matmul, dot=_matmul, addmm=_affine, baddbmm=_affine, sum=_sum, mean=_mean),
+    **dict(var=_var, var_mean=_var, linalg_vector_norm=_norm, _foreach_norm=_norms, embedding_dense_backward=_rows),
+}
+
+Values = Mapping[str, np.ndarray]
+
+
+def scatter(run: Callable[[], Values], runs: int = RUNS) -> dict[str, np.ndarray]:
+    """Deviations (runs, …) of each named result of `run`, a program in torch and float64, under rounding to float32."""
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = run()
+        found = collections.defaultdict(list)
+        for seed in range(runs):
+            with Rounding(UNIT["float32"], seed):
+                disturbed = run()
+            for name, value in disturbed.items():
+                found[name].append(value - exact[name])
+    return {name: np.stack(values) for name, values in found.items()}
+
+
+def grade(error: np.ndarray, deviations: np.ndarray, dtype: str) -> float:
+    """How bad `error` (…) is in units of the worst of the simulated `deviations` (runs, …), made for float32, in `dtype`."""
+    deviations = np.asarray(deviations, np.float64) * (UNIT[dtype] / UNIT["float32"])
+    error = np.asarray(error, np.float64)
+    if error.size == 0 or not error.any():
+        return 0.0
+    if not np.isfinite(error).all():
+        return float("inf")
+    others = [np.delete(deviations, run, axis=0) for run in range(len(deviations))]
+    expected = [_describe(one, rest) for one, rest in zip(deviations, others, strict=True)]
+    with np.errstate(divide="ignore"):
+        return float(np.max(_describe(error, deviations) / np.max(expected, axis=0)))
+
+
+def _describe(error: np.ndarray, deviations: np.ndarray) -> np.ndarray:
+    """Root mean square over that of the deviations, and worst element over the deviation of that element."""
+    spread = np.sqrt(np.mean(np.square(deviations), axis=0))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        worst = np.nan_to_num(np.abs(error) / spread, nan=0.0, posinf=np.inf)
+        return np.array([_rms(error) / _rms(spread), np.max(worst)])
+
+
+def _rms(x: np.ndarray) -> float:
+    """Root mean square without underflow."""
+    largest = float(np.max(np.abs(x)))
+    return largest * float(np.sqrt(np.mean(np.square(x / largest)))) if largest > 0 else 0.0
+
+
+def reference_limit() -> float:
+    """The grade that the reference, or any program judged alone, may reach."""
+    return 1.0 + FACTOR
+
+
+def our_limit(reference: float) -> float:
+    """The grade that ours may reach beside a reference of this grade."""
+    return min(1.0 + FACTOR * reference, reference_limit())
