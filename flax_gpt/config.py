@@ -4,25 +4,31 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from flax_gpt.errors import InputError, require
 
 FLOAT_DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 Init = Literal["scaled", "torch"]
+Positions = Literal["sinusoidal", "learned", "rope_half", "rope_interleaved", "none"]
+Norm = Literal["layer_norm", "rms_norm"]
+Placement = Literal["pre", "post"]
+Activation = Literal["gelu_exact", "gelu_tanh", "relu", "silu"]
+Scaling = Literal["none", "linear", "dynamic_linear", "ntk", "dynamic_ntk", "yarn", "llama3"]
+
+INIT_STD = 0.02
+"""Std of the scaled initialisation (Radford et al. 2019)."""
 
 
-def _check_attention(config: Any) -> None:
-    for name in ("vocab_size", "d_model", "num_heads", "num_layers", "max_len"):
+def _one_of(name: str, value: object, choices: Any) -> None:
+    allowed = choices if isinstance(choices, tuple) else get_args(choices)
+    require(value in allowed, name, value, f"must be one of {', '.join(allowed)}")
+
+
+def _at_least_one(config: object, *names: str) -> None:
+    for name in names:
         require(getattr(config, name) >= 1, name, getattr(config, name), "must be at least 1")
-    require(config.d_model % config.num_heads == 0, "d_model", config.d_model, f"must be divisible by num_heads = {config.num_heads}")
-    require(config.d_model % 2 == 0, "d_model", config.d_model, "must be even: sinusoidal positions fill pairs of columns")
-    require(config.d_ff is None or config.d_ff >= 1, "d_ff", config.d_ff, "must be at least 1")
-    require(config.norm_eps > 0, "norm_eps", config.norm_eps, "must be positive")
-    require(config.init in ("scaled", "torch"), "init", config.init, "must be 'scaled' or 'torch'")
-    for name in ("dtype", "param_dtype"):
-        require(getattr(config, name) in FLOAT_DTYPES, name, getattr(config, name), f"must be one of {', '.join(FLOAT_DTYPES)}")
 
 
 def _rate(name: str, value: float) -> None:
@@ -37,11 +43,15 @@ class _Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Raises InputError for a name that the configuration does not have."""
-        known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        """Raises InputError for a name that the configuration does not have. Nested configurations may be mappings."""
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for name in values:
-            require(name in known, name, values[name], f"is not a field of {cls.__name__}: {', '.join(known)}")
-        return cls(**values)
+            require(name in defaults, name, values[name], f"is not a field of {cls.__name__}: {', '.join(defaults)}")
+        nested = {
+            name: defaults[name].from_dict(value) if isinstance(value, Mapping) and isinstance(defaults[name], _Config) else value
+            for name, value in values.items()
+        }
+        return cls(**nested)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -49,8 +59,43 @@ class _Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class GPTConfig(_Config):
-    """A decoder-only Transformer with tied embeddings (Vaswani et al. 2017, section 3; pre-LN: Xiong et al. 2020)."""
+class RopeConfig(_Config):
+    """Rotary positions (Su et al. 2021) and the ways to stretch them beyond the trained length."""
+
+    base: float = 10000.0
+    """θ of the slowest pair is base^(-(Dh - 2) / Dh)."""
+    scaling: Scaling = "none"
+    """'linear': positions / factor (Chen et al. 2023); 'dynamic_linear': positions × min(1, trained_len / length);
+    'ntk': base × factor^(Dh / (Dh - 2)); 'dynamic_ntk': the same with the length's own factor beyond trained_len; 'yarn': Peng et al. 2023; 'llama3': as Llama 3.1 was published."""
+    factor: float = 1.0
+    """How many times the trained length; above 0."""
+    trained_len: int | None = None
+    """Longest sequence in training; None means max_len / factor, or max_len where the length itself sets the factor."""
+    beta_fast: float = 32.0
+    """yarn: pairs that turn more often than this within trained_len are left alone."""
+    beta_slow: float = 1.0
+    """yarn: pairs that turn less often than this are interpolated in full."""
+    attention_factor: float | None = None
+    """yarn: multiplies the rotated queries and keys; None means 0.1 ln(factor) + 1."""
+    low_freq_factor: float = 1.0
+    """llama3: pairs with wavelengths above trained_len / low_freq_factor are interpolated in full."""
+    high_freq_factor: float = 4.0
+    """llama3: pairs with wavelengths below trained_len / high_freq_factor are left alone."""
+
+    def __post_init__(self) -> None:
+        _one_of("scaling", self.scaling, Scaling)
+        require(self.base > 1 and math.isfinite(self.base), "base", self.base, "must be finite and above 1")
+        require(self.factor > 0 and math.isfinite(self.factor), "factor", self.factor, "must be finite and above 0")
+        require(self.trained_len is None or self.trained_len >= 1, "trained_len", self.trained_len, "must be at least 1")
+        require(self.beta_fast > self.beta_slow > 0, "beta_fast", self.beta_fast, f"must be above beta_slow = {self.beta_slow}, both above 0")
+        require(self.attention_factor is None or self.attention_factor > 0, "attention_factor", self.attention_factor, "must be above 0")
+        above = self.high_freq_factor > self.low_freq_factor > 0
+        require(above, "high_freq_factor", self.high_freq_factor, f"must be above low_freq_factor = {self.low_freq_factor}, both above 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig(_Config):
+    """What every model here is made of (Vaswani et al. 2017)."""
 
     vocab_size: int
     """Number of token ids, V."""
@@ -73,20 +118,48 @@ class GPTConfig(_Config):
     double_attention_dropout: bool = False
     """Drop the attention's output a second time, inside the attention module, as the original MiniGPT does."""
     norm_eps: float = 1e-5
-    """Added to the variance in every LayerNorm."""
+    """Added to the variance in every norm."""
     init: Init = "scaled"
     """'scaled': std 0.02, residual projections 0.02 / sqrt(2N); 'torch': the distributions of torch's own layers."""
     dtype: str = "float32"
     """Compute dtype; softmax, norm statistics and losses stay in float32 or better."""
     param_dtype: str = "float32"
     """Dtype in which parameters are stored."""
+    positions: Positions = "sinusoidal"
+    """'sinusoidal' and 'learned' are added to the embedding; 'rope_half' and 'rope_interleaved' rotate queries and keys."""
+    rope: RopeConfig = RopeConfig()
+    """Used by the rope positions alone."""
+    norm: Norm = "layer_norm"
+    """'rms_norm' has no mean and no bias (Zhang & Sennrich 2019)."""
+    norm_placement: Placement = "pre"
+    """'pre': x + f(norm(x)), with a final norm; 'post': norm(x + f(x))."""
+    activation: Activation = "gelu_exact"
+    """Of the feed-forward; 'gelu_exact' uses erf, 'gelu_tanh' its approximation."""
+    gated: bool = False
+    """Feed-forward W2 (act(W1 x) · W3 x) (Shazeer 2020); with 'silu' it is SwiGLU."""
+    attention_bias: bool = False
+    """Biases in the attention's four projections."""
+    feed_forward_bias: bool = True
+    """Biases in the feed-forward."""
+    scale_embeddings: bool = True
+    """Multiply the token embedding by √D."""
 
     def __post_init__(self) -> None:
-        _check_attention(self)
-        _rate("dropout", self.dropout)
-        _rate("attention_dropout", self.attention_dropout)
+        _at_least_one(self, "vocab_size", "d_model", "num_heads", "num_layers", "max_len", "ff_width")
+        require(self.d_model % self.num_heads == 0, "d_model", self.d_model, f"must be divisible by num_heads = {self.num_heads}")
         kv = self.kv_heads
         require(kv >= 1 and self.num_heads % kv == 0, "num_kv_heads", kv, f"must divide num_heads = {self.num_heads}")
+        for name in ("dropout", "attention_dropout"):
+            _rate(name, getattr(self, name))
+        require(self.norm_eps > 0, "norm_eps", self.norm_eps, "must be positive")
+        for name, choices in (("init", Init), ("positions", Positions), ("norm", Norm), ("norm_placement", Placement), ("activation", Activation)):
+            _one_of(name, getattr(self, name), choices)
+        for name in ("dtype", "param_dtype"):
+            _one_of(name, getattr(self, name), FLOAT_DTYPES)
+        if self.positions == "sinusoidal":
+            require(self.d_model % 2 == 0, "d_model", self.d_model, "must be even: sinusoidal positions fill pairs of columns")
+        if self.positions.startswith("rope"):
+            require(self.head_dim % 2 == 0, "d_model", self.d_model, f"must give an even d_model / num_heads, not {self.head_dim}: RoPE turns pairs")
 
     @property
     def kv_heads(self) -> int:
@@ -105,69 +178,78 @@ class GPTConfig(_Config):
         """Initial std of the projections that write to the residual stream (Radford et al. 2019, section 2.3)."""
         return INIT_STD / math.sqrt(2 * self.num_layers)
 
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig(TransformerConfig):
+    """A decoder-only Transformer with tied embeddings (pre-LN: Xiong et al. 2020)."""
+
     @classmethod
     def preset(cls, name: str, *, vocab_size: int, **overrides: Any) -> Self:
         """A named size; `overrides` replace single fields. Raises InputError for an unknown name."""
-        require(name in GPT_PRESETS, "preset", name, f"must be one of {', '.join(GPT_PRESETS)}")
+        _one_of("preset", name, tuple(GPT_PRESETS))
         return cls.from_dict({"vocab_size": vocab_size} | GPT_PRESETS[name] | overrides)
 
-
-INIT_STD = 0.02
-"""Std of the scaled initialisation (Radford et al. 2019)."""
 
 GPT_PRESETS: dict[str, dict[str, Any]] = {
     "minigpt": {},
     "original": dict(d_model=64, num_heads=4, num_layers=3, d_ff=256, double_attention_dropout=True, init="torch"),
     "demo": dict(d_model=128, num_heads=4, num_layers=3, d_ff=512, max_len=64),
+    "llama": dict(
+        positions="rope_half", norm="rms_norm", activation="silu", gated=True, feed_forward_bias=False, scale_embeddings=False, norm_eps=1e-6
+    ),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderConfig(_Config):
-    """A post-LN encoder with a mean-pooled classification head (Vaswani et al. 2017, section 3.1)."""
+class EncoderConfig(TransformerConfig):
+    """An encoder with a mean-pooled classification head; the defaults are the original TinyTransformer's (post-LN, ReLU, no dropout)."""
 
     vocab_size: int = 2
-    """Number of token ids, V."""
     d_model: int = 32
-    """Width of the residual stream, D."""
-    num_heads: int = 4
-    """Attention heads, H."""
     num_layers: int = 2
-    """Blocks, N."""
+    max_len: int = 16
     d_ff: int | None = None
     """Hidden width of the feed-forward, F; None means 2 * d_model."""
-    max_len: int = 16
-    """Longest sequence, in tokens."""
+    dropout: float = 0.0
+    norm_placement: Placement = "post"
+    activation: Activation = "relu"
+    attention_bias: bool = True
+    scale_embeddings: bool = False
     num_classes: int = 2
     """Width of the head."""
-    norm_eps: float = 1e-5
-    """Added to the variance in every LayerNorm."""
-    init: Init = "scaled"
-    """As in GPTConfig."""
-    dtype: str = "float32"
-    """As in GPTConfig."""
-    param_dtype: str = "float32"
-    """As in GPTConfig."""
 
     def __post_init__(self) -> None:
-        _check_attention(self)
-        require(self.num_classes >= 1, "num_classes", self.num_classes, "must be at least 1")
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_heads
+        super().__post_init__()
+        _at_least_one(self, "num_classes")
 
     @property
     def ff_width(self) -> int:
         return 2 * self.d_model if self.d_ff is None else self.d_ff
 
-    @property
-    def head_dim(self) -> int:
-        return self.d_model // self.num_heads
+
+@dataclasses.dataclass(frozen=True)
+class EncoderDecoderConfig(TransformerConfig):
+    """An encoder and a decoder of num_layers blocks each (Vaswani et al. 2017, figure 1), here with pre-LN by default."""
+
+    source_vocab_size: int | None = None
+    """Number of source ids; None means vocab_size, which counts the target's."""
+    bos: int = 1
+    """Id that begins a target."""
+    eos: int = 2
+    """Id that ends a target."""
+    pad: int = 0
+    """Id that fills a batch; what counts is excluded by length, never by this id."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.source_vocab >= 1, "source_vocab_size", self.source_vocab_size, "must be at least 1")
+        for name in ("bos", "eos", "pad"):
+            require(0 <= getattr(self, name) < self.vocab_size, name, getattr(self, name), f"must lie in [0, vocab_size = {self.vocab_size})")
+        require(self.bos != self.eos, "eos", self.eos, "must differ from bos")
 
     @property
-    def residual_std(self) -> float:
-        return INIT_STD / math.sqrt(2 * self.num_layers)
+    def source_vocab(self) -> int:
+        return self.vocab_size if self.source_vocab_size is None else self.source_vocab_size
 
 
 Schedule = Literal["constant", "warmup_cosine"]
@@ -203,9 +285,8 @@ class OptimizerConfig(_Config):
     """Largest global gradient norm; None does not clip. torch's formula: max_norm / (norm + 1e-6), at most 1."""
 
     def __post_init__(self) -> None:
-        require(self.optimizer in ("adamw", "adam"), "optimizer", self.optimizer, "must be 'adamw' or 'adam'")
-        require(self.schedule in ("constant", "warmup_cosine"), "schedule", self.schedule, "must be 'constant' or 'warmup_cosine'")
-        require(self.decay in ("matrices", "all"), "decay", self.decay, "must be 'matrices' or 'all'")
+        for name, choices in (("optimizer", Optimizer), ("schedule", Schedule), ("decay", Decay)):
+            _one_of(name, getattr(self, name), choices)
         require(self.lr > 0 and math.isfinite(self.lr), "lr", self.lr, "must be positive and finite")
         require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be at least 0")
         require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
@@ -251,26 +332,19 @@ class TrainConfig(_Config):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "must be at least 1")
         require(self.steps is None or self.epochs is None, "epochs", self.epochs, f"cannot be given beside steps = {self.steps}")
-        for name in ("batch_size", "log_interval", "eval_interval", "checkpoint_interval", "keep_last"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        _at_least_one(self, "batch_size", "log_interval", "eval_interval", "checkpoint_interval", "keep_last")
         require(0 <= self.held_out < 1, "held_out", self.held_out, "must lie in [0, 1)")
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        optimizer = values.get("optimizer", OptimizerConfig())
-        if isinstance(optimizer, Mapping):
-            optimizer = OptimizerConfig.from_dict(optimizer)
-        return super().from_dict(dict(values) | {"optimizer": optimizer})
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:
         """The training half of a preset of GPTConfig. Raises InputError for an unknown name."""
-        require(name in TRAIN_PRESETS, "preset", name, f"must be one of {', '.join(TRAIN_PRESETS)}")
+        _one_of("preset", name, tuple(TRAIN_PRESETS))
         return cls.from_dict(TRAIN_PRESETS[name] | overrides)
 
 
 TRAIN_PRESETS: dict[str, dict[str, Any]] = {
     "minigpt": {},
+    "llama": {},
     "original": dict(
         window=30,
         batch_size=16,
@@ -299,4 +373,14 @@ class SampleConfig(_Config):
         require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "must lie in (0, 1]")
 
 
-__all__ = ["EncoderConfig", "GPTConfig", "InputError", "OptimizerConfig", "SampleConfig", "TrainConfig"]
+__all__ = [
+    "EncoderConfig",
+    "EncoderDecoderConfig",
+    "GPTConfig",
+    "InputError",
+    "OptimizerConfig",
+    "RopeConfig",
+    "SampleConfig",
+    "TrainConfig",
+    "TransformerConfig",
+]

@@ -4,6 +4,7 @@ Configurations and refusals are shared: `flax_gpt.config` and `flax_gpt.errors` 
 """
 
 from torch_ref.models.encoder import TinyTransformer
+from torch_ref.models.encoder_decoder import EncoderDecoder
 from torch_ref.models.gpt import MiniGPT
 
-__all__ = ["MiniGPT", "TinyTransformer"]
+__all__ = ["EncoderDecoder", "MiniGPT", "TinyTransformer"]

@@ -10,18 +10,27 @@ from flax_gpt.errors import require
 from flax_gpt.masks import check_lengths
 
 
-def check_inputs(config: Any, tokens: Any, lengths: Any = None, positions: Any = None) -> None:
+def check_inputs(
+    config: Any,
+    tokens: Any,
+    lengths: Any = None,
+    positions: Any = None,
+    *,
+    names: tuple[str, str] = ("tokens", "lengths"),
+    vocab_size: int | None = None,
+) -> None:
     """Raises InputError for ids outside the vocabulary, a sequence longer than max_len, and lengths or positions that do not fit.
 
     Shapes and dtypes are always checked; values only when they are known on the host.
     """
+    name = names[0]
     shape = np.shape(tokens)
-    require(len(shape) == 2 and min(shape) >= 1, "tokens", list(shape), "must have the shape (B, T), both at least 1")
-    _check_ids("tokens", tokens, config.vocab_size)
-    require(shape[1] <= config.max_len, "tokens", list(shape), f"has T = {shape[1]} tokens, more than max_len = {config.max_len}")
+    require(len(shape) == 2 and min(shape) >= 1, name, list(shape), "must have the shape (B, T), both at least 1")
+    _check_ids(name, tokens, config.vocab_size if vocab_size is None else vocab_size)
+    require(shape[1] <= config.max_len, name, list(shape), f"has T = {shape[1]} tokens, more than max_len = {config.max_len}")
     if lengths is not None:
-        check_lengths("lengths", lengths, shape[1])
-        require(np.shape(lengths) == shape[:1], "lengths", list(np.shape(lengths)), f"must have the shape ({shape[0]},)")
+        check_lengths(names[1], lengths, shape[1])
+        require(np.shape(lengths) == shape[:1], names[1], list(np.shape(lengths)), f"must have the shape ({shape[0]},)")
     if positions is not None:
         require(np.shape(positions) == shape, "positions", list(np.shape(positions)), f"must have the tokens' shape {list(shape)}")
         _check_ids("positions", positions, config.max_len)

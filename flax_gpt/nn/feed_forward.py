@@ -1,6 +1,6 @@
 """The position-wise feed-forward network."""
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from flax import nnx
@@ -10,20 +10,29 @@ from flax_gpt.nn.linear import linear
 
 ACTIVATIONS = {
     "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
 }
 
 
 class FeedForward(nnx.Module):
-    """W2 · dropout(act(W1 x + b1)) + b2, D → F → D (Vaswani et al. 2017, section 3.3; GELU with erf: Hendrycks & Gimpel 2016)."""
+    """W2 · dropout(act(W1 x + b1)) + b2, D → F → D (Vaswani et al. 2017, section 3.3; GELU: Hendrycks & Gimpel 2016).
 
-    def __init__(self, config: Any, place: str, *, activation: Literal["gelu_exact", "relu"], dropout_rate: float = 0.0, rngs: nnx.Rngs):
-        self.linear1 = linear(config, config.d_model, config.ff_width, use_bias=True, rngs=rngs)
-        self.linear2 = linear(config, config.ff_width, config.d_model, use_bias=True, to_residual=True, rngs=rngs)
-        self.activation = activation
-        self.rate, self.place = dropout_rate, place
+    Gated: act(W1 x + b1) · (W3 x + b3) in place of the activation alone (Shazeer 2020, equation 6).
+    """
+
+    def __init__(self, config: Any, place: str, *, rngs: nnx.Rngs):
+        D, F, use_bias = config.d_model, config.ff_width, config.feed_forward_bias
+        self.linear1 = linear(config, D, F, use_bias=use_bias, rngs=rngs)
+        self.linear2 = linear(config, F, D, use_bias=use_bias, to_residual=True, rngs=rngs)
+        self.gate = linear(config, D, F, use_bias=use_bias, rngs=rngs) if config.gated else None
+        self.activation = config.activation
+        self.rate, self.place = config.dropout, place
 
     def __call__(self, x: jax.Array, draw: Draw | None = None) -> jax.Array:
         """x (B, T, D) → (B, T, D)."""
         hidden = ACTIVATIONS[self.activation](self.linear1(x))
+        if self.gate is not None:
+            hidden = hidden * self.gate(x)
         return self.linear2(dropout(hidden, self.rate, draw, f"{self.place}.hidden"))

@@ -33,10 +33,10 @@ def linear(config: Any, in_features: int, out_features: int, *, use_bias: bool, 
     )
 
 
-def embedding(config: Any, *, rngs: nnx.Rngs) -> nnx.Embed:
-    """A table (V, D): N(0, 0.02²) when 'scaled', N(0, 1) when 'torch'. A traced id ≥ V reads NaN."""
+def embedding(config: Any, size: int, *, rngs: nnx.Rngs) -> nnx.Embed:
+    """A table (size, D): N(0, 0.02²) when 'scaled', N(0, 1) when 'torch'. A traced id ≥ size reads NaN."""
     return nnx.Embed(
-        config.vocab_size,
+        size,
         config.d_model,
         embedding_init=jax.nn.initializers.normal(1.0 if config.init == "torch" else INIT_STD),
         dtype=jax.numpy.dtype(config.dtype),

@@ -1,4 +1,4 @@
-"""Layer normalisation."""
+"""Normalisation over the width of the model."""
 
 from typing import Any
 
@@ -6,16 +6,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 
-def layer_norm(config: Any, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """(x - mean) / √(var + eps) · weight + bias over D (Ba et al. 2016), statistics in float32 or better.
+def norm(config: Any, *, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
+    """The norm that `config.norm` names, over D, statistics in float32 or better.
 
-    The variance is taken in two passes: E[x²] - E[x]² cancels when the mean is large.
+    'layer_norm': (x - mean) / √(var + eps) · weight + bias (Ba et al. 2016). 'rms_norm': x / √(mean(x²) + eps) · weight (Zhang & Sennrich 2019).
     """
-    return nnx.LayerNorm(
-        config.d_model,
-        epsilon=config.norm_eps,
-        use_fast_variance=False,
-        dtype=jnp.dtype(config.dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
-        rngs=rngs,
-    )
+    dtypes = dict(dtype=jnp.dtype(config.dtype), param_dtype=jnp.dtype(config.param_dtype), rngs=rngs)
+    if config.norm == "rms_norm":
+        return nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, **dtypes)
+    # Two passes: E[x²] - E[x]² cancels when the mean is large.
+    return nnx.LayerNorm(config.d_model, epsilon=config.norm_eps, use_fast_variance=False, **dtypes)

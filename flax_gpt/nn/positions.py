@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from flax_gpt.errors import require
+from flax_gpt.nn.linear import embedding
 
 
 class Buffer(nnx.Variable):
@@ -24,6 +25,19 @@ def sinusoidal_table(length: int, d_model: int) -> np.ndarray:
     return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(length, d_model)
 
 
+class LearnedPositions(nnx.Module):
+    """Adds a trained row for each position (Gehring et al. 2017; GPT-2 and BERT)."""
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs):
+        self.embedding = embedding(config, config.max_len, rngs=rngs)
+
+    def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """x (B, T, D) plus the rows 0 … T - 1, or those at `positions` (B, T); traced positions are clamped to the table."""
+        last = self.embedding.num_embeddings - 1
+        rows = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else jnp.minimum(positions, last)
+        return x + self.embedding(rows)
+
+
 class SinusoidalPositions(nnx.Module):
     """Adds the sinusoidal table; computed in float64 on the host and rounded once to max(float32, compute dtype)."""
 
@@ -36,3 +50,10 @@ class SinusoidalPositions(nnx.Module):
         table = self.table[...]
         rows = table[:, : x.shape[1]] if positions is None else table[0].at[positions].get(mode="clip")
         return (x.astype(table.dtype) + rows).astype(x.dtype)
+
+
+def added_positions(config: Any, *, rngs: nnx.Rngs) -> LearnedPositions | SinusoidalPositions | None:
+    """The positions that are added to the embedding; None where `config.positions` names another kind."""
+    if config.positions == "learned":
+        return LearnedPositions(config, rngs=rngs)
+    return SinusoidalPositions(config) if config.positions == "sinusoidal" else None

@@ -40,6 +40,7 @@ MINIGPT = NameTable(
         ("attention.output", "self_attn.W_O"),
         ("feed_forward", "ffn"),
         ("positions.table", "pos_encoding.pe"),
+        ("positions.embedding", "pos_encoding"),
     ),
     aliases=(("lm_head.weight", "token_embed.weight"),),
     buffers=("pos_encoding.pe", "causal_mask"),
@@ -54,13 +55,21 @@ TINY_TRANSFORMER = NameTable(
         ("attention.output", "attn.W_o"),
         ("feed_forward.linear1", "ffn.0"),
         ("feed_forward.linear2", "ffn.2"),
+        ("feed_forward.gate", "ffn.gate"),
         ("token_embed", "embed"),
         ("positions.table", "pos.pe"),
+        ("positions.embedding", "pos"),
     ),
     buffers=("pos.pe",),
 )
 
-TABLES = {"MiniGPT": MINIGPT, "TinyTransformer": TINY_TRANSFORMER}
+ENCODER_DECODER = NameTable(
+    parts=(),
+    aliases=(("lm_head.weight", "target_embed.weight"),),
+    buffers=("source_positions.table", "target_positions.table"),
+)
+
+TABLES = {"MiniGPT": MINIGPT, "TinyTransformer": TINY_TRANSFORMER, "EncoderDecoder": ENCODER_DECODER}
 """By the name of the model's class, which both packages share."""
 
 

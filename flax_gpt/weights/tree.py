@@ -23,6 +23,7 @@ Path = tuple[Any, ...]
 _TORCH_LEAVES: dict[type, dict[str, tuple[str, bool]]] = {
     nnx.Linear: {"kernel": ("weight", True), "bias": ("bias", False)},
     nnx.Embed: {"embedding": ("weight", False)},
+    nnx.RMSNorm: {"scale": ("weight", False)},
     nnx.LayerNorm: {"scale": ("weight", False), "bias": ("bias", False)},
 }
 

@@ -1,4 +1,4 @@
-"""Multi-head self-attention."""
+"""Attention modules."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch_ref.kernels.api import attend
 from torch_ref.nn.dropout import Draw, attention_keys, dropout
 from torch_ref.nn.linear import linear
+from torch_ref.nn.rotary import ROTATE, Rotation
 
 
 class SingleHeadAttention(nn.Module):
@@ -26,47 +27,60 @@ class SingleHeadAttention(nn.Module):
 
 
 class MultiHeadAttention(nn.Module):
-    """H heads of width Dh = D / H over K key/value heads (Vaswani et al. 2017, section 3.2.2; K < H: Ainslie et al. 2023)."""
+    """H heads of width Dh = D / H over K key/value heads (Vaswani et al. 2017, section 3.2.2; K < H: Ainslie et al. 2023).
 
-    def __init__(self, config: Any, place: str, *, use_bias: bool, dropout_rate: float = 0.0, output_dropout: float = 0.0):
+    Self-attention, or cross-attention when a memory is given.
+    """
+
+    def __init__(self, config: Any, place: str):
         super().__init__()
         self.num_heads, self.kv_heads = config.num_heads, config.kv_heads
-        kv_width = config.kv_heads * config.head_dim
-        self.query = linear(config, config.d_model, config.d_model, use_bias=use_bias)
-        self.key = linear(config, config.d_model, kv_width, use_bias=use_bias)
-        self.value = linear(config, config.d_model, kv_width, use_bias=use_bias)
-        self.output = linear(config, config.d_model, config.d_model, use_bias=use_bias, to_residual=True)
-        self.rate, self.output_rate, self.place = dropout_rate, output_dropout, place
+        D, kv_width, use_bias = config.d_model, config.kv_heads * config.head_dim, config.attention_bias
+        self.query = linear(config, D, D, use_bias=use_bias)
+        self.key = linear(config, D, kv_width, use_bias=use_bias)
+        self.value = linear(config, D, kv_width, use_bias=use_bias)
+        self.output = linear(config, D, D, use_bias=use_bias, to_residual=True)
+        self.layout, self.place = config.positions, place
+        self.rate = config.attention_dropout
+        self.output_rate = config.dropout if config.double_attention_dropout else 0.0
 
     def forward(
         self,
         x: Tensor,
+        memory: Tensor | None = None,
         *,
         causal: bool = False,
         lengths: Tensor | None = None,
+        rotation: Rotation | None = None,
         draw: Draw | None = None,
         return_attention: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """x (B, T, D) → output (B, T, D) and, on request, the maps (B, H, T, T); keys from lengths (B,) on are hidden."""
+        """x (B, T, D), attending to memory (B, S, D) or to itself → output (B, T, D) and, on request, the maps (B, H, T, S).
+
+        Keys from lengths (B,) on are hidden.
+        """
+        q = self.queries(x, rotation)
+        k, v = self.keys_values(x if memory is None else memory, rotation)
         keys = attention_keys(draw, f"{self.place}.weights", x.shape[0], self.num_heads) if self.rate > 0 else None
-        out = attend(
-            *self.project(x),
-            causal=causal,
-            kv_lengths=lengths,
-            dropout_rate=0.0 if keys is None else self.rate,
-            dropout_key=keys,
-            return_weights=return_attention,
-        )
+        rate = 0.0 if keys is None else self.rate
+        out = attend(q, k, v, causal=causal, kv_lengths=lengths, dropout_rate=rate, dropout_key=keys, return_weights=return_attention)
         out, weights = out if return_attention else (out, None)
         return dropout(self.merge(out), self.output_rate, draw, f"{self.place}.output"), weights
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, D) → q (B, T, H, Dh), k and v (B, T, K, Dh)."""
-        return _split(self.query(x), self.num_heads), _split(self.key(x), self.kv_heads), _split(self.value(x), self.kv_heads)
+    def queries(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """x (B, T, D) → (B, T, H, Dh), rotated."""
+        return self._rotate(_split(self.query(x), self.num_heads), rotation)
+
+    def keys_values(self, x: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor]:
+        """x (B, S, D) → keys, rotated, and values, each (B, S, K, Dh)."""
+        return self._rotate(_split(self.key(x), self.kv_heads), rotation), _split(self.value(x), self.kv_heads)
 
     def merge(self, heads: Tensor) -> Tensor:
         """(B, T, H, Dh) → (B, T, D) through the output projection."""
         return self.output(heads.reshape(*heads.shape[:2], -1))
+
+    def _rotate(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+        return x if rotation is None else ROTATE[self.layout](x, rotation)
 
 
 def _split(x: Tensor, heads: int) -> Tensor:

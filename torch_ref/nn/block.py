@@ -1,53 +1,96 @@
-"""Transformer blocks."""
+"""Transformer blocks: residual sublayers with the norm before or after."""
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
-from flax_gpt.config import EncoderConfig, GPTConfig
+from flax_gpt.config import TransformerConfig
 from torch_ref.nn.attention import MultiHeadAttention
 from torch_ref.nn.dropout import Draw, dropout
 from torch_ref.nn.feed_forward import FeedForward
-from torch_ref.nn.norm import layer_norm
+from torch_ref.nn.norm import norm
+from torch_ref.nn.rotary import Rotation
+
+Maps = Tensor | None
 
 
-class PreLNBlock(nn.Module):
-    """x + drop(attn(LN(x))); x + drop(ffn(LN(x))), causal (Xiong et al. 2020, figure 1b)."""
+class Residual(nn.Module):
+    """How a block adds a sublayer f. Pre-LN: x + drop(f(norm(x))) (Xiong et al. 2020); post-LN: norm(x + drop(f(x))) (Vaswani et al. 2017)."""
 
-    def __init__(self, config: GPTConfig, place: str):
+    def __init__(self, config: TransformerConfig, place: str):
         super().__init__()
-        self.norm1 = layer_norm(config)
-        self.attention = MultiHeadAttention(
-            config,
-            f"{place}.attention",
-            use_bias=False,
-            dropout_rate=config.attention_dropout,
-            output_dropout=config.dropout if config.double_attention_dropout else 0.0,
-        )
-        self.norm2 = layer_norm(config)
-        self.feed_forward = FeedForward(config, f"{place}.feed_forward", activation="gelu_exact", dropout_rate=config.dropout)
-        self.rate, self.place = config.dropout, place
+        self.placement, self.rate, self.place = config.norm_placement, config.dropout, place
+
+    def add(self, x: Tensor, norm: nn.Module, f: Callable[..., Any], draw: Draw | None = None, place: str = "") -> tuple[Tensor, Any]:
+        """x (B, T, D) → x with f's first result added, and the rest of f's results."""
+        y, rest = f(norm(x) if self.placement == "pre" else x)
+        x = x + dropout(y, self.rate, draw, f"{self.place}.{place}")
+        return x if self.placement == "pre" else norm(x), rest
+
+
+class Block(Residual):
+    """Self-attention and feed-forward: a layer of an encoder, or, causal, of a decoder-only model."""
+
+    def __init__(self, config: TransformerConfig, place: str, *, causal: bool):
+        super().__init__(config, place)
+        self.causal = causal
+        self.norm1 = norm(config)
+        self.attention = MultiHeadAttention(config, f"{place}.attention")
+        self.norm2 = norm(config)
+        self.feed_forward = FeedForward(config, f"{place}.feed_forward")
 
     def forward(
-        self, x: Tensor, *, lengths: Tensor | None = None, draw: Draw | None = None, return_attention: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        x: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        rotation: Rotation | None = None,
+        draw: Draw | None = None,
+        return_attention: bool = False,
+    ) -> tuple[Tensor, Maps]:
         """x (B, T, D) → (B, T, D) and, on request, the maps (B, H, T, T)."""
-        y, weights = self.attention(self.norm1(x), causal=True, lengths=lengths, draw=draw, return_attention=return_attention)
-        x = x + dropout(y, self.rate, draw, f"{self.place}.residual1")
-        y = self.feed_forward(self.norm2(x), draw)
-        return x + dropout(y, self.rate, draw, f"{self.place}.residual2"), weights
+
+        def attention(x: Tensor) -> tuple[Tensor, Maps]:
+            return self.attention(x, causal=self.causal, lengths=lengths, rotation=rotation, draw=draw, return_attention=return_attention)
+
+        x, maps = self.add(x, self.norm1, attention, draw, "residual1")
+        x, _ = self.add(x, self.norm2, lambda x: (self.feed_forward(x, draw), None), draw, "residual2")
+        return x, maps
 
 
-class PostLNBlock(nn.Module):
-    """LN(x + attn(x)); LN(x + ffn(x)), bidirectional (Vaswani et al. 2017, section 3.1)."""
+class DecoderBlock(Residual):
+    """Causal self-attention, cross-attention to an encoder's output, feed-forward (Vaswani et al. 2017, section 3.1)."""
 
-    def __init__(self, config: EncoderConfig, place: str):
-        super().__init__()
-        self.attention = MultiHeadAttention(config, f"{place}.attention", use_bias=True)
-        self.norm1 = layer_norm(config)
-        self.feed_forward = FeedForward(config, f"{place}.feed_forward", activation="relu")
-        self.norm2 = layer_norm(config)
+    def __init__(self, config: TransformerConfig, place: str):
+        super().__init__(config, place)
+        self.norm1 = norm(config)
+        self.attention = MultiHeadAttention(config, f"{place}.attention")
+        self.norm2 = norm(config)
+        self.cross_attention = MultiHeadAttention(config, f"{place}.cross_attention")
+        self.norm3 = norm(config)
+        self.feed_forward = FeedForward(config, f"{place}.feed_forward")
 
-    def forward(self, x: Tensor, *, lengths: Tensor | None = None, return_attention: bool = False) -> tuple[Tensor, Tensor | None]:
-        """x (B, T, D) → (B, T, D) and, on request, the maps (B, H, T, T)."""
-        y, weights = self.attention(x, lengths=lengths, return_attention=return_attention)
-        x = self.norm1(x + y)
-        return self.norm2(x + self.feed_forward(x)), weights
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        memory_lengths: Tensor | None = None,
+        rotation: Rotation | None = None,
+        draw: Draw | None = None,
+        return_attention: bool = False,
+    ) -> tuple[Tensor, Maps, Maps]:
+        """x (B, T, D), memory (B, S, D) → (B, T, D) and, on request, the maps (B, H, T, T) and (B, H, T, S)."""
+
+        def attention(x: Tensor) -> tuple[Tensor, Maps]:
+            return self.attention(x, causal=True, lengths=lengths, rotation=rotation, draw=draw, return_attention=return_attention)
+
+        def cross(x: Tensor) -> tuple[Tensor, Maps]:
+            return self.cross_attention(x, memory, lengths=memory_lengths, draw=draw, return_attention=return_attention)
+
+        x, maps = self.add(x, self.norm1, attention, draw, "residual1")
+        x, cross_maps = self.add(x, self.norm2, cross, draw, "residual2")
+        x, _ = self.add(x, self.norm3, lambda x: (self.feed_forward(x, draw), None), draw, "residual3")
+        return x, maps, cross_maps

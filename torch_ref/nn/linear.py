@@ -42,8 +42,8 @@ def linear(config: Any, in_features: int, out_features: int, *, use_bias: bool, 
 class Embedding(nn.Embedding):
     """nn.Embedding read in the configuration's compute dtype, and used again as a head."""
 
-    def __init__(self, config: Any):
-        super().__init__(config.vocab_size, config.d_model, dtype=dtype_of(config.param_dtype))
+    def __init__(self, config: Any, size: int):
+        super().__init__(size, config.d_model, dtype=dtype_of(config.param_dtype))
         self.compute_dtype = dtype_of(config.dtype)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -54,9 +54,9 @@ class Embedding(nn.Embedding):
         return nn.functional.linear(x, self.weight.to(self.compute_dtype))
 
 
-def embedding(config: Any) -> Embedding:
-    """A table (V, D): N(0, 0.02²) when 'scaled', N(0, 1) when 'torch', as nn.Embedding draws it."""
-    layer = Embedding(config)
+def embedding(config: Any, size: int) -> Embedding:
+    """A table (size, D): N(0, 0.02²) when 'scaled', N(0, 1) when 'torch', as nn.Embedding draws it."""
+    layer = Embedding(config, size)
     if config.init == "scaled":
         nn.init.normal_(layer.weight, std=INIT_STD)
     return layer

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flax_gpt.errors import require
-from torch_ref.nn.linear import dtype_of
+from torch_ref.nn.linear import dtype_of, embedding
 
 
 def sinusoidal_table(length: int, d_model: int) -> np.ndarray:
@@ -18,6 +18,19 @@ def sinusoidal_table(length: int, d_model: int) -> np.ndarray:
     require(d_model % 2 == 0, "d_model", d_model, "must be even: sinusoidal positions fill pairs of columns")
     angles = np.arange(length)[:, None] / 10000.0 ** (np.arange(0, d_model, 2) / d_model)
     return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(length, d_model)
+
+
+class LearnedPositions(nn.Module):
+    """Adds a trained row for each position (Gehring et al. 2017; GPT-2 and BERT)."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.embedding = embedding(config, config.max_len)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """x (B, T, D) plus the rows 0 … T - 1, or those at `positions` (B, T)."""
+        rows = torch.arange(x.shape[1], device=x.device)[None] if positions is None else positions
+        return x + self.embedding(rows)
 
 
 class SinusoidalPositions(nn.Module):
@@ -34,3 +47,10 @@ class SinusoidalPositions(nn.Module):
         """x (B, T, D) plus the rows 0 … T - 1, or those at `positions` (B, T)."""
         rows = self.table[:, : x.shape[1]] if positions is None else self.table[0][positions]
         return (x.to(self.table.dtype) + rows).to(x.dtype)
+
+
+def added_positions(config: Any) -> LearnedPositions | SinusoidalPositions | None:
+    """The positions that are added to the embedding; None where `config.positions` names another kind."""
+    if config.positions == "learned":
+        return LearnedPositions(config)
+    return SinusoidalPositions(config) if config.positions == "sinusoidal" else None
