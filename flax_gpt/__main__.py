@@ -15,11 +15,64 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from flax_gpt import __version__
+from flax_gpt.cli.options import ModelOptions, train_defaults
 from flax_gpt.cli.usage import Command, UsageError, bind
-from flax_gpt.config import SampleConfig
+from flax_gpt.config import GPT_PRESETS, SampleConfig, TrainConfig
 from flax_gpt.errors import InputError, RunError, require
 
 Run = Annotated[Positional[Path], arg(metavar="RUN")]
+Data = Annotated[Positional[Path | None], arg(metavar="[DATA]")]
+OnBadFile = Literal["error", "skip"]
+
+
+def train(
+    data: Data = None,
+    /,
+    *,
+    out: Path,
+    preset: Annotated[str, arg(metavar=f"{{{','.join(GPT_PRESETS)}}}")] = "minigpt",
+    glob: str = "*.txt",
+    on_bad_file: OnBadFile = "error",
+    resume: bool = False,
+    model: ModelOptions = ModelOptions(),  # noqa: B008 (frozen, as below)
+    training: TrainConfig = TrainConfig(),  # noqa: B008
+) -> None:
+    """Trains a GPT on the characters of a text and leaves a run folder.
+
+    Args:
+        data: A UTF-8 file or a folder; left out: the Chinese and English text that the package ships.
+        out: Folder of the run.
+        preset: Where the defaults below come from; the help shows those of the preset that stands beside --help.
+        glob: Names of the files to read in a folder, at any depth.
+        on_bad_file: What to do with a file that is not UTF-8 or cannot be read.
+        resume: Go on with the run in --out, bitwise as if it had never stopped; options that are left out are the run's.
+    """
+    from flax_gpt.training.loop import train
+
+    run = train(model.to_dict(), training, data, out, glob=glob, on_bad_file=on_bad_file, resume=resume)
+    print(f"{run.folder} holds the run after {run.step} steps: flax-gpt generate {run.folder} --prompt …")
+
+
+def evaluate(
+    run: Run,
+    data: Data = None,
+    /,
+    *,
+    glob: str = "*.txt",
+    on_bad_file: OnBadFile = "error",
+) -> None:
+    """Prints the loss (nats a token) and the perplexity of a run's model on a text.
+
+    Args:
+        run: Folder of a run.
+        data: A UTF-8 file or a folder; left out: the text that the package ships, all of it.
+        glob: Names of the files to read in a folder, at any depth.
+        on_bad_file: What to do with a file that is not UTF-8 or cannot be read.
+    """
+    from flax_gpt.training.loop import evaluate, load_run
+
+    found = evaluate(load_run(run), data, glob=glob, on_bad_file=on_bad_file)
+    print(f"loss {found['loss']:.6f}  perplexity {found['perplexity']:.4f}  tokens {found['tokens']:.0f}")
 
 
 def generate(
@@ -51,6 +104,7 @@ def generate(
     from flax_gpt.training.loop import load_run
 
     loaded = load_run(run)
+    loaded.tokenizer.encode(prompt, "prompt")
     options = {"samples": samples, "key": key_from_seed(seed), "overflow": overflow, **sampling.to_dict()}
     texts = [prompt] * samples
     for number, pieces in enumerate(stream(loaded.model, loaded.tokenizer, prompt, max_new_tokens, **options)):
@@ -104,7 +158,9 @@ def convert(
 
 
 COMMANDS: dict[str, Command] = {
+    "train": train,
     "generate": generate,
+    "evaluate": evaluate,
     "figures attention": figures_attention,
     "convert": convert,
 }
@@ -123,7 +179,8 @@ def call(arguments: list[str]) -> None:
     for name, command in COMMANDS.items():
         words = name.split()
         if arguments[: len(words)] == words:
-            bind(command, name, arguments[len(words) :])()
+            rest = arguments[len(words) :]
+            bind(command, name, rest, train_defaults(rest) if command is train else {})()
             return
     family = [name for name in COMMANDS if name.split()[0] in arguments[:1]]
     if not arguments or "-h" in arguments or "--help" in arguments:

@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import inspect
 import io
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import tyro
 
@@ -59,12 +61,19 @@ def _columns(width: str) -> Iterator[None]:
             os.environ["COLUMNS"] = before
 
 
-def bind(command: Command, name: str, arguments: Sequence[str]) -> Callable[[], None]:
-    """The call that `arguments` ask for, not yet made. Raises UsageError; prints the help and raises SystemExit(0) when they ask for it."""
+def bind(command: Command, name: str, arguments: Sequence[str], defaults: Mapping[str, Any]) -> Callable[[], None]:
+    """The call that `arguments` ask for, not yet made; `defaults` stand in for those of the command's signature.
+
+    Raises UsageError; prints the help and raises SystemExit(0) when they ask for it.
+    """
 
     @functools.wraps(command)
     def bound(*values: object, **named: object) -> Callable[[], None]:
         return functools.partial(command, *values, **named)
+
+    signature = inspect.signature(command)
+    parameters = [parameter.replace(default=defaults.get(key, parameter.default)) for key, parameter in signature.parameters.items()]
+    bound.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
 
     wants_help = any(argument in ("-h", "--help") for argument in arguments)
     report = io.StringIO()

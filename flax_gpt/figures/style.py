@@ -8,6 +8,7 @@ import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -129,7 +130,7 @@ def labels(text: str, entries: Iterable[FontEntry] | None = None) -> Iterator[Ca
             "A font such as Noto Sans CJK or WenQuanYi Zen Hei holds Chinese.",
             stacklevel=3,
         )
-    settings = {
+    settings: Any = {
         "font.family": families,
         "axes.unicode_minus": False,
         "text.parse_math": False,  # a token may be a dollar sign

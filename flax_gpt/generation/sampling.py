@@ -23,19 +23,19 @@ Overflow = Literal["slide", "error"]
 
 
 class State(NamedTuple):
-    """What the loop carries. Row b holds lengths[b] tokens of its prompt, then `count` new ones; L is the bucket of both."""
+    """What the loop carries. Row b holds lengths[b] tokens of its prompt, then `made` new ones; L is the bucket of both."""
 
     tokens: Array  # (B, L) int32
     lengths: Array  # (B,) int32
     before: Array  # (B,) int32: tokens of the prompt that no window reaches any more
-    count: Array  # () int32
+    made: Array  # () int32
     done: Array  # (B,) bool: has drawn eos
     finite: Array  # () bool: every logit so far was
     cache: KVCache | None
 
 
 def generate(
-    model: nnx.Module,
+    model: Any,
     tokens: Any,
     max_new_tokens: int,
     *,
@@ -89,7 +89,7 @@ def generate(
 
 
 def stream(
-    model: nnx.Module,
+    model: Any,
     tokenizer: Any,
     prompt: str,
     max_new_tokens: int,
@@ -146,7 +146,7 @@ def _produce(model: Any, prompts: list[np.ndarray], stops: list[int], method: Me
     state = _start(graph, weights, tokens, lengths, before, room=bucket(stops[-1]), use_cache=use_cache)
     for stop in stops:
         state = _advance(graph, weights, state, rule, np.int32(stop), method=method)
-        count = int(state.count)
+        count = int(state.made)
         if not state.finite:
             raise RunError(f"the logits of new token {count} are not finite: the weights are damaged or the dtype overflows")
         new = np.full((B, stop), rule.eos, np.int32)
@@ -179,31 +179,32 @@ def _advance(graph: nnx.GraphDef, weights: nnx.State, state: State, rule: Rule, 
 
     def append(s: State, logits: Array) -> State:
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        at = s.lengths + s.count
+        at = s.lengths + s.made
         token = jnp.where(s.done, rule.eos, draw(logits, method, rule, keys, s.before + at))
         return s._replace(
             tokens=s.tokens.at[rows, at].set(token, mode="promise_in_bounds", unique_indices=True),
-            count=s.count + 1,
+            made=s.made + 1,
             done=s.done | (token == rule.eos),
             finite=s.finite & jnp.all(jnp.isfinite(logits)),
         )
 
     def cached(s: State) -> State:
-        last = s.lengths + s.count - 1
+        assert s.cache is not None
+        last = s.lengths + s.made - 1
         logits, cache = model.step(s.tokens[rows, last][:, None], s.cache._replace(lengths=last))
         return append(s, logits[:, 0])._replace(cache=cache)
 
     def recomputed(s: State) -> State:
-        length = s.lengths + s.count
+        length = s.lengths + s.made
         start = jnp.maximum(length - width, 0)
         logits, _ = model(jnp.take_along_axis(s.tokens, start[:, None] + jnp.arange(width), axis=1))
         return append(s, logits[rows, length - start - 1])
 
     def more(s: State) -> Array:
-        return (s.count < until) & ~jnp.all(s.done) & s.finite
+        return (s.made < until) & ~jnp.all(s.done) & s.finite
 
     if state.cache is not None:
-        state = jax.lax.while_loop(lambda s: more(s) & (jnp.max(s.lengths) + s.count <= width), cached, state)
+        state = jax.lax.while_loop(lambda s: more(s) & (jnp.max(s.lengths) + s.made <= width), cached, state)
     if state.cache is None or L > width:
         state = jax.lax.while_loop(more, recomputed, state)
     return state

@@ -38,6 +38,10 @@ class Corpus:
     """Files used, empty ones included."""
     skipped: tuple[str, ...]
     """Files left out, with the reason."""
+    glob: str
+    """The names that were read, where `source` is a folder."""
+    on_bad_file: OnBadFile
+    """What was done with files that are not UTF-8."""
 
 
 def load_corpus(
@@ -64,8 +68,8 @@ def load_corpus(
             source = SHIPPED
             root = stack.enter_context(importlib.resources.as_file(importlib.resources.files("flax_gpt.corpus") / "shipped.txt"))
         else:
-            source, root = str(data), Path(data)
-        paths = _paths(root, source, glob, exclude)
+            source, root = os.path.abspath(data), Path(data)
+        paths = _paths(root, str(data), glob, exclude)
         builder = _Builder(sum(os.path.getsize(path) for path in paths), tokenizer)
         digest, used, skipped = hashlib.sha256(), 0, []
         for path in paths:
@@ -76,20 +80,23 @@ def load_corpus(
                 if on_bad_file == "error":
                     raise InputError("data", str(path), f"{bad}; on_bad_file = 'skip' leaves such files out") from bad
                 skipped.append(f"{path}: {bad}")
-    require(builder.size > 0, "data", source, "holds no text" + (f": {len(skipped)} of its files were skipped, e.g. {skipped[0]}" if skipped else ""))
-    return Corpus(*builder.finish(), source=source, digest=digest.hexdigest(), files=used, skipped=tuple(skipped))
+    require(
+        builder.size > 0, "data", str(data), "holds no text" + (f": {len(skipped)} of its files were skipped, e.g. {skipped[0]}" if skipped else "")
+    )
+    tokens, tokenizer = builder.finish()
+    return Corpus(tokens, tokenizer, source, digest.hexdigest(), used, tuple(skipped), glob, on_bad_file)
 
 
-def _paths(root: Path, source: str, glob: str, exclude: Sequence[str]) -> list[Path]:
+def _paths(root: Path, given: str, glob: str, exclude: Sequence[str]) -> list[Path]:
     if root.is_file():
         return [root]
-    require(root.is_dir(), "data", source, "is neither a file nor a folder")
+    require(root.is_dir(), "data", given, "is neither a file nor a folder")
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in exclude and not name.startswith(".")]
         relative = PurePosixPath(Path(folder).relative_to(root).as_posix())
         found += [relative / name for name in names if (relative / name).match(glob) and os.path.isfile(os.path.join(folder, name))]
-    require(bool(found), "data", source, f"holds no file that matches glob = {glob!r}")
+    require(bool(found), "data", given, f"holds no file that matches glob = {glob!r}")
     return [root / path for path in sorted(found)]
 
 

@@ -86,6 +86,11 @@ def scale_by_adam(beta1: float, beta2: float, eps: float) -> optax.GradientTrans
     return optax.GradientTransformation(init, update)
 
 
+def leaf_name(path: tuple[Any, ...]) -> str:
+    """The dotted name of a leaf of a tree of NNX variables, without the variable's own `.value`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+
+
 def decay_tree(params: Any, decay: str) -> Any:
     """A tree like `params` of booleans, True = decays: for 'matrices' leaves of two or more axes (kernels, embeddings), for 'all' every leaf."""
     return jax.tree.map(lambda p: decay == "all" or p.ndim >= 2, params)
@@ -96,7 +101,7 @@ def decayed_names(params: Any, config: OptimizerConfig) -> list[str]:
     if config.optimizer == "adam" or config.weight_decay == 0:
         return []
     flat, _ = jax.tree.flatten_with_path(decay_tree(params, config.decay))
-    return [".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path) for path, decays in flat if decays]
+    return [leaf_name(path) for path, decays in flat if decays]
 
 
 def make_optimizer(config: OptimizerConfig, total_steps: int, decay_mask: Any = None) -> optax.GradientTransformation:

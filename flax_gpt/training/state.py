@@ -14,7 +14,7 @@ from flax_gpt.models.gpt import MiniGPT
 from flax_gpt.random import key_from_seed
 from flax_gpt.training.data import Batch
 from flax_gpt.training.loss import cross_entropy, token_losses
-from flax_gpt.training.optimizer import global_norm
+from flax_gpt.training.optimizer import global_norm, leaf_name
 
 
 class TrainState(NamedTuple):
@@ -39,12 +39,12 @@ class TrainState(NamedTuple):
 def new_model(config: GPTConfig, seed: int) -> MiniGPT:
     """A model whose weights and dropout key are those of `seed`, any integer in [0, 2**64); nnx.Rngs(seed) below 2**32."""
     low, high = key_from_seed(seed)
-    return MiniGPT(config, rngs=nnx.Rngs(jax.random.wrap_key_data(np.array([high, low]), impl="threefry2x32")))
+    return MiniGPT(config, rngs=nnx.Rngs(jax.random.wrap_key_data(jnp.array([high, low]), impl="threefry2x32")))
 
 
 def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
     """(graph, parameters, rest)."""
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
     return graph, params, rest
 
 
@@ -65,9 +65,9 @@ def make_step(
 ) -> Callable[[TrainState, Batch], TrainState]:
     """The jitted step (state, batch) -> state; it deletes the state that it is given.
 
-    `starts_line(completed updates)`: whether the sums of a metrics line start anew with this batch. Dropout's step is the number of completed updates.
-    A batch whose loss or gradient norm is not finite changes nothing but `loss` and `grad_norm`, and neither does any batch after it, so the host
-    may look at `failed` whenever it likes.
+    `starts_line(completed updates)`: whether the sums of a metrics line start anew with this batch. Dropout's step is the number of completed
+    updates. A batch whose loss or gradient norm is not finite changes nothing but `loss` and `grad_norm`, and no batch after it changes anything,
+    so the host may look at `failed` whenever it likes.
     """
 
     def loss_of(params: nnx.State, state: TrainState, batch: Batch) -> jax.Array:
@@ -113,13 +113,9 @@ def make_evaluation(graph: nnx.GraphDef) -> Callable[[nnx.State, nnx.State, Batc
 
 def to_arrays(state: Any) -> dict[str, Any]:
     """{dotted path: array} of a tree, the names that a checkpoint holds."""
-    return {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+    return {leaf_name(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], like: Any) -> Any:
     """A tree like `like` filled from {dotted path: array}; the device gets copies, since a step may delete them."""
-    return jax.tree.map_with_path(lambda path, leaf: jnp.array(arrays[_name(path)]), like)
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    return jax.tree.map_with_path(lambda path, leaf: jnp.array(arrays[leaf_name(path)]), like)

@@ -1,0 +1,62 @@
+"""Groups of options that are configurations, and where their defaults come from."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tyro.conf import Fixed, Suppress
+
+from flax_gpt.config import GPTConfig, TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions(GPTConfig):
+    """The model: sizes, rates, initial weights."""
+
+    vocab_size: Suppress[Fixed[int]] = 1
+    """Known once the text has been read."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of GPTConfig but for vocab_size."""
+        return {name: value for name, value in super().to_dict().items() if name != "vocab_size"}
+
+
+def train_defaults(arguments: Sequence[str]) -> dict[str, Any]:
+    """The defaults of `train`'s options: those of the run that `arguments` resume, else those of their preset.
+
+    Raises InputError for an unknown preset.
+    """
+    record = Path(_value(arguments, "--out") or "") / "run.json"
+    if "--resume" in arguments and record.is_file():
+        values = _read(record)
+    else:
+        preset = _value(arguments, "--preset") or "minigpt"
+        values = {"model": GPTConfig.preset(preset, vocab_size=1).to_dict(), "train": TrainConfig.preset(preset).to_dict()}
+    if not values:
+        return {}
+    # The length is one option of two: the one that is given takes the place of the preset's.
+    for given, other in (("--steps", "epochs"), ("--epochs", "steps")):
+        if _value(arguments, given) is not None:
+            values["train"][other] = None
+    return {"model": ModelOptions(**values["model"] | {"vocab_size": 1}), "training": TrainConfig.from_dict(values["train"])}
+
+
+def _read(record: Path) -> dict[str, Any]:
+    """What a run says of itself; nothing when it cannot be read, which `train` then refuses with the reason."""
+    try:
+        return {name: dict(json.loads(record.read_text(encoding="utf-8"))[name]) for name in ("model", "train")}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
+def _value(arguments: Sequence[str], option: str) -> str | None:
+    """What follows the last `option`, as `--option value` or `--option=value`."""
+    found = None
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if argument == option:
+            found = following
+        elif argument.startswith(f"{option}="):
+            found = argument.partition("=")[2]
+    return found
