@@ -101,6 +101,7 @@ def _split(x: jax.Array, heads: int) -> jax.Array:
 
 
 def _write(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
-    return jax.vmap(lambda row, part, start: jax.lax.dynamic_update_slice(row, part, (start, 0, 0)))(
+    zero = jnp.int32(0)  # a Python 0 would be int64 in double precision
+    return jax.vmap(lambda row, part, start: jax.lax.dynamic_update_slice(row, part, (start, zero, zero)))(
         cache, new.astype(cache.dtype), lengths.astype(jnp.int32)
     )

@@ -158,7 +158,7 @@ class _Trainer:
                     with clock.pause(self.state):
                         self._save()
                 if received and self.done < self.total:
-                    raise Stopped(f"stopped by {received[0]} after step {self.done}, which is saved in {self.folder}; resume goes on from there")
+                    raise Stopped(f"stopped by {received[0]} after step {self.done}, which is saved in {self.folder}; --resume goes on from there")
         if self.picture:
             from flax_gpt.figures import loss_curve
 
@@ -397,18 +397,19 @@ def _begin(folder: Path, config: GPTConfig, train_config: TrainConfig, corpus: C
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs in the user's cache folder, unless JAX_COMPILATION_CACHE_DIR or jax's own configuration names another place."""
-    if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
-        return
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    jax.config.update("jax_compilation_cache_dir", str(base / "flax-gpt" / "jax"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    """Keeps compiled programs, small ones too, in the user's cache folder; what JAX_… variables or jax's own configuration say comes first."""
+    config: Any = jax.config
+    if config.jax_compilation_cache_dir is None:
+        if sys.platform == "darwin":
+            base = Path.home() / "Library" / "Caches"
+        elif sys.platform == "win32":
+            base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+        else:
+            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        config.update("jax_compilation_cache_dir", str(base / "flax-gpt" / "jax"))
+    # A start is made of many compilations below jax's threshold of a second.
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 class _Clock:
