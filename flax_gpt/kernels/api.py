@@ -21,17 +21,36 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 HOMES = {
     "dense": "flax_gpt.kernels.dense",
+    "blocked": "flax_gpt.kernels.blocked",
 }
 """Implementation → module. Each has refusal(case) and attend(case, q, k, v, inputs) -> (out, weights | None, lse | None)."""
 
 TABLE: dict[str, tuple[str, ...]] = {
-    "cpu": ("dense",),
-    "gpu": ("dense",),
-    "tpu": ("dense",),
+    "cpu": ("blocked", "dense"),
+    "gpu": ("blocked", "dense"),
+    "tpu": ("blocked", "dense"),
 }
 """Platform → implementations in the order in which "auto" asks them; the first that does not refuse runs. dense never refuses."""
 
-PREFERENCES: dict[tuple[str, str], Callable[[Case], str | None]] = {}
+SMALL = 64 * 64
+"""Scores a head, T · S, up to which the whole map stays in a core's first cache and tiles only add loops (benchmarks/attention.py)."""
+
+
+def _too_small(case: Case) -> str | None:
+    if case.queries == 1:
+        return "with one query the map is as small as the keys, so dense is faster"
+    if case.queries * case.keys <= SMALL:
+        return f"T · S = {case.queries * case.keys} scores are at most {SMALL}, where dense is faster"
+    return None
+
+
+def _double(case: Case) -> str | None:
+    return "float64 serves comparison, where dense is the reference" if case.dtype == "float64" else None
+
+
+PREFERENCES: dict[tuple[str, str], tuple[Callable[[Case], str | None], ...]] = {
+    (platform, "blocked"): (_double, _too_small) for platform in ("cpu", "gpu", "tpu")
+}
 """(platform, implementation) → why "auto" passes it over although it could serve, or None: figures, not limits."""
 
 
@@ -134,8 +153,9 @@ def choose(case: Case, implementation: str = "auto") -> tuple[str | None, list[t
     passed = []
     for name in TABLE[case.platform] if automatic else (implementation,):
         reason = importlib.import_module(HOMES[name]).refusal(case)
-        if reason is None and automatic and (case.platform, name) in PREFERENCES:
-            reason = PREFERENCES[case.platform, name](case)
+        if automatic:
+            preferences = (preference(case) for preference in PREFERENCES.get((case.platform, name), ()))
+            reason = reason or next(filter(None, preferences), None)
         if reason is None:
             return name, passed
         passed.append((name, reason))

@@ -94,3 +94,15 @@ def clean(x: jax.Array, accumulator: Any) -> tuple[jax.Array, jax.Array]:
     finite = jnp.isfinite(x)
     poison = jnp.where(jnp.all(finite, axis=-1), 0.0, jnp.nan).astype(accumulator)
     return jnp.where(finite, x, np.zeros((), x.dtype)), poison
+
+
+def vary(tree: Any, like: Any) -> Any:
+    """`tree` as arrays that vary over every mesh axis over which an array of `like` varies; elsewhere the arrays themselves.
+
+    Inside shard_map the initial values of a loop must vary as its results do, and the cotangent of what is replicated must be summed over the
+    mesh: both follow from a selection by a condition that varies and never holds, which the compiler removes.
+    """
+    never = False
+    for x in jax.tree.leaves(like):
+        never = (x.ravel()[0].astype(bool) & False) | never
+    return jax.tree.map(lambda x: jnp.where(never, jnp.zeros((), x.dtype), x), tree)
