@@ -1,22 +1,26 @@
 """Compares the named results of two programs, tensor by tensor, with the budget that `tolerances` derives."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from flax_gpt.config import OptimizerConfig
 from parity_tests import oracle, tolerances
 from parity_tests.report import Report, Row
 
 Values = Mapping[str, np.ndarray]
+Program = Callable[..., Values]
 
 
-def check(ours: Any, theirs: Any, inputs: Mapping[str, Any], *, names: Mapping[str, str] | None = None, report: Report | None = None) -> Report:
+def check(
+    ours: Any, theirs: Any, inputs: Mapping[str, Any], *, names: Mapping[str, str] | None = None, report: Report | None = None, **others: Values
+) -> Report:
     """Whether an NNX model and a torch model compute the same: maps, logits, loss, gradient norm and every gradient, in float64 and in float32.
 
     ours, theirs: a model of `flax_gpt` and one of `torch_ref` (or of its interface), whose weights must already agree bit for bit.
     inputs: tokens (B, T) and targets ((B, T), or (B,) for a classifier), optionally lengths (B,) and a dropout_key (2,), which turns dropout on.
-    names: {our parameter name: theirs} where they differ. Rows go to `report`, or to a new one.
+    names: {our parameter name: theirs} where they differ. Rows go to `report`, or to a new one. `others` are float32 results of further programs.
     """
     report = Report() if report is None else report
     batch = oracle.Batch.of(inputs)
@@ -24,27 +28,71 @@ def check(ours: Any, theirs: Any, inputs: Mapping[str, Any], *, names: Mapping[s
     exact(report, "weights", own, other)
     if not report.ok:
         return report
-    wide = oracle.in_float64(theirs)
-    truth = oracle.torch_values(wide, batch)
-    deviations = tolerances.scatter(lambda: oracle.torch_values(wide, batch))
-    judge(report, "float64", {"flax": oracle.flax_values(oracle.in_float64(ours), batch, names)}, truth, deviations)
-    judge(report, "float32", {"flax": oracle.flax_values(ours, batch, names), "torch": oracle.torch_values(theirs, batch)}, truth, deviations)
+    models = {"float32": (ours, theirs), "float64": (oracle.in_float64(ours), oracle.in_float64(theirs))}
+    return check_programs(
+        lambda dtype: oracle.flax_values(models[dtype][0], batch, names),
+        lambda dtype: oracle.torch_values(models[dtype][1], batch),
+        report=report,
+        **others,
+    )
+
+
+def check_steps(
+    ours: Any,
+    theirs: Any,
+    inputs: Mapping[str, Any],
+    config: OptimizerConfig,
+    steps: Sequence[int],
+    *,
+    report: Report | None = None,
+    **others: Values,
+) -> Report:
+    """Whether optimizer steps on one batch agree: losses, gradient norms, and each parameter and both of its moments after each number of `steps`.
+
+    ours, theirs, inputs as in `check`; the models stay as they were. `others` are float32 results of further programs under the same names.
+    """
+    batch = oracle.Batch.of(inputs)
+    models = {"float32": (ours, theirs), "float64": (oracle.in_float64(ours), oracle.in_float64(theirs))}
+    return check_programs(
+        lambda dtype: oracle.flax_steps(models[dtype][0], batch, config, steps),
+        lambda dtype, powers=None: oracle.torch_steps(models[dtype][1], batch, config, steps, powers),
+        has_powers=True,
+        report=report,
+        **others,
+    )
+
+
+def check_programs(ours: Program, theirs: Program, *, has_powers: bool = False, report: Report | None = None, **others: Values) -> Report:
+    """Whether two programs compute the same, in float64 and in float32. Each takes a dtype's name and returns named arrays; `theirs` runs in torch.
+
+    `others` are float32 results of further programs. `has_powers`: `theirs` also takes a generator for its `tolerances.RoundedPower`s.
+    """
+    report = Report() if report is None else report
+    truth, deviations = theirs("float64"), tolerances.scatter(lambda: theirs("float64"))
+    in_double = dict(deviations)
+    if has_powers:
+        powers = tolerances.scatter_powers(lambda generator: theirs("float64", generator))
+        in_double = {name: deviations[name] + powers[name] for name in deviations}
+    judge(report, "float64", {"flax": ours("float64")}, truth, in_double)
+    judge(report, "float32", {"flax": ours("float32"), "torch": theirs("float32")} | others, truth, deviations)
     return report
 
 
 def judge(report: Report, dtype: str, programs: Mapping[str, Values], truth: Values, deviations: Values, *, reference: str = "torch") -> None:
     """Adds a row for each name of `truth`: the errors of every program in `dtype`, against the float64 values.
 
-    The first program is ours: where `reference` is among the others, ours is also held to its grade.
+    The first program is ours: where `reference` is among the others, ours is also held to its grade. These two must have every name of `truth`,
+    further programs need not; a name that `truth` does not have fails.
     """
+    total = [program for program in programs if program == reference or program == next(iter(programs))]
     for name in truth:
-        missing = [program for program, values in programs.items() if name not in values]
-        wrong = [p for p, values in programs.items() if name in values and values[name].shape != truth[name].shape]
-        if missing or wrong:
-            shapes = ", ".join(f"{p} {list(programs[p][name].shape)} for {list(truth[name].shape)}" for p in wrong)
-            report.rows.append(Row(name, dtype, {}, {}, {}, 0.0, note=f"missing from {', '.join(missing)}" if missing else f"shape: {shapes}"))
-            continue
-        report.rows.append(_row(name, dtype, {p: values[name] for p, values in programs.items()}, truth[name], deviations[name], reference))
+        found = {program: values[name] for program, values in programs.items() if name in values}
+        notes = [f"missing from {program}" for program in total if program not in found]
+        notes += [f"{p} has the shape {list(x.shape)}, not {list(truth[name].shape)}" for p, x in found.items() if x.shape != truth[name].shape]
+        if notes:
+            report.rows.append(Row(name, dtype, {}, {}, {}, 0.0, note="; ".join(notes)))
+        else:
+            report.rows.append(_row(name, dtype, found, truth[name], deviations[name], reference))
     for program, values in programs.items():
         for name in values:
             if name not in truth:

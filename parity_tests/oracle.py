@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -24,6 +24,7 @@ from flax_gpt.models.gpt import MiniGPT
 from flax_gpt.training.loss import cross_entropy
 from flax_gpt.training.optimizer import global_norm, make_optimizer
 from flax_gpt.weights import tree
+from parity_tests import tolerances
 
 Values = dict[str, np.ndarray]
 Config = GPTConfig | EncoderConfig
@@ -168,29 +169,36 @@ def _flax_arithmetic(model: nnx.Module, *, strict: bool = True) -> Iterator[None
         yield
 
 
-def torch_steps(model: torch.nn.Module, batch: Batch, config: OptimizerConfig, steps: int) -> Values:
-    """losses, grad_norms (before the clip), and weights/, exp_avg/ and exp_avg_sq/NAME after `steps` updates on one batch; `model` stays."""
+def torch_steps(model: torch.nn.Module, batch: Batch, config: OptimizerConfig, steps: int, powers: np.random.Generator | None = None) -> Values:
+    """losses, grad_norms (before the clip), and weights/, exp_avg/ and exp_avg_sq/NAME after `steps` updates on one batch; `model` stays.
+
+    `powers` disturbs those of Adam's β.
+    """
     model = copy.deepcopy(model)
-    optimizer = torch_ref.training.optimizer.make_optimizer(model, config, steps)
-    losses, norms = [], []
-    for _ in range(steps):
+    optimizer = torch_ref.training.optimizer.make_optimizer(model, config, max(steps))
+    for group in optimizer.optimizer.param_groups if powers is not None else ():
+        group["betas"] = tuple(tolerances.RoundedPower.of(beta, powers) for beta in group["betas"])
+    losses, norms, found = [], [], {}
+    for number in range(1, max(steps) + 1):
         loss = _torch_forward(model, batch)[0]
         optimizer.zero_grad()
         loss.backward()
         losses.append(loss.detach())
         norms.append(optimizer.step())
-    named = dict(model.named_parameters())
-    states = {name: optimizer.optimizer.state[parameter] for name, parameter in named.items()}
-    spell = lambda values: torch_ref.weights.tree.torch_weights(model, values)
-    found = {"weights": spell(named)} | {k: spell({name: state[k] for name, state in states.items()}) for k in ("exp_avg", "exp_avg_sq")}
-    return {"losses": torch.stack(losses).numpy(), "grad_norms": torch.stack(norms).numpy()} | _flat(found)
+        if number in steps:
+            named = dict(model.named_parameters())
+            groups = {"weights": named} | {
+                key: {name: optimizer.optimizer.state[parameter][key] for name, parameter in named.items()} for key in ("exp_avg", "exp_avg_sq")
+            }
+            found |= _flat(number, {group: torch_ref.weights.tree.torch_weights(model, values) for group, values in groups.items()})
+    return {"losses": torch.stack(losses).numpy(), "grad_norms": torch.stack(norms).numpy()} | found
 
 
-def flax_steps(model: nnx.Module, batch: Batch, config: OptimizerConfig, steps: int) -> Values:
+def flax_steps(model: nnx.Module, batch: Batch, config: OptimizerConfig, steps: Sequence[int]) -> Values:
     """The same from an NNX model and `flax_gpt.training.optimizer`."""
     graph, params, rest = nnx.split(_set_dropout(model, batch), nnx.Param, ...)
     with _flax_arithmetic(model, strict=False):
-        optimizer = make_optimizer(config, steps)
+        optimizer = make_optimizer(config, max(steps))
 
         @jax.jit
         def step(params: Any, state: Any) -> Any:
@@ -198,15 +206,17 @@ def flax_steps(model: nnx.Module, batch: Batch, config: OptimizerConfig, steps: 
             updates, state = optimizer.update(grads, state, params)
             return optax.apply_updates(params, updates), state, loss, global_norm(grads)
 
-        state, losses, norms = optimizer.init(params), [], []
-        for _ in range(steps):
+        state, losses, norms, found = optimizer.init(params), [], [], {}
+        for number in range(1, max(steps) + 1):
             params, state, loss, norm = step(params, state)
             losses.append(np.asarray(loss))
             norms.append(np.asarray(norm))
-    adam = next(part for part in state if isinstance(part, optax.ScaleByAdamState))
-    found = {"weights": params, "exp_avg": adam.mu, "exp_avg_sq": adam.nu}
-    return {"losses": np.stack(losses), "grad_norms": np.stack(norms)} | _flat({k: tree.torch_weights(model, v) for k, v in found.items()})
+            if number in steps:
+                adam = next(part for part in state if isinstance(part, optax.ScaleByAdamState))
+                groups = {"weights": params, "exp_avg": adam.mu, "exp_avg_sq": adam.nu}
+                found |= _flat(number, {group: tree.torch_weights(model, values) for group, values in groups.items()})
+    return {"losses": np.stack(losses), "grad_norms": np.stack(norms)} | found
 
 
-def _flat(groups: Mapping[str, Values]) -> Values:
-    return {f"{group}/{name}": value for group, values in groups.items() for name, value in values.items()}
+def _flat(number: int, groups: Mapping[str, Values]) -> Values:
+    return {f"step{number}/{group}/{name}": value for group, values in groups.items() for name, value in values.items()}

@@ -27,7 +27,7 @@ The question is never "how close?" but "is this error one that rounding explains
 
 import collections
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -78,12 +78,9 @@ class Rounding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with self:
-            if func in _COMPOSITE:
-                return _COMPOSITE[func](*args, **kwargs)
-            parts = func.decompose(*args, **kwargs)
-            if parts is not NotImplemented:
-                return parts
+        if func in _COMPOSITE or func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+            with self:
+                return _COMPOSITE.get(func, func.decompose)(*args, **kwargs)
         name = func.overloadpacket.__name__
         if func.is_view or name.rstrip("_") in _EXACT:
             return func(*args, **kwargs)
@@ -100,8 +97,8 @@ class Rounding(TorchDispatchMode):
         return out
 
     def _disturb(self, result: torch.Tensor, size: torch.Tensor) -> None:
-        """Adds noise of `size` unit roundoffs; an infinite result stays as it is."""
-        noise = size.nan_to_num_(0.0, 0.0, 0.0).mul_(self.unit).add_(TINY * self.unit / UNIT["float32"])
+        """Adds noise of `size` unit roundoffs, and what flushing loses; zero and infinity stay as they are."""
+        noise = size.nan_to_num_(0.0, 0.0, 0.0).mul_(self.unit).add_(result.abs().clamp_(max=TINY))
         result.add_(noise.mul_(torch.rand(result.shape, dtype=result.dtype, generator=self.generator).mul_(2).sub_(1)))
 
     def _constant(self, value: Any) -> Any:
@@ -109,6 +106,25 @@ class Rounding(TorchDispatchMode):
         if not isinstance(value, float) or not math.isfinite(value) or abs(value) > 1e38 or value == float(np.float32(value)):
             return value
         return value * (1 + self.unit * float(torch.rand((), generator=self.generator) * 2 - 1))
+
+
+class RoundedPower(float):
+    """A number whose powers carry a random error of one float32 unit roundoff.
+
+    torch takes Adam's 1 - β^t in Python, in double precision whatever the dtype of the tensors: the cancellation costs u / (1 - β^t), which counts
+    when the tensors are float64 and which no tensor operation shows.
+    """
+
+    generator: np.random.Generator
+
+    def __pow__(self, exponent: Any, modulo: Any = None) -> float:
+        return float(self) ** float(exponent) * (1 + UNIT["float32"] * self.generator.uniform(-1, 1))
+
+    @classmethod
+    def of(cls, value: float, generator: np.random.Generator) -> "RoundedPower":
+        power = cls(value)
+        power.generator = generator
+        return power
 
 
 def _sum_error(total: torch.Tensor, count: Any, squares: torch.Tensor) -> torch.Tensor:
@@ -180,16 +196,27 @@ _SUMS: dict[str, Callable[..., list[Any]]] = {
 Values = Mapping[str, np.ndarray]
 
 
-def scatter(run: Callable[[], Values], runs: int = RUNS) -> dict[str, np.ndarray]:
-    """Deviations (runs, …) of each named result of `run`, a program in torch and float64, under rounding to float32."""
+def scatter(run: Callable[..., Values], runs: int = RUNS) -> dict[str, np.ndarray]:
+    """Deviations (runs, …) of each named result of `run()`, a program in torch and float64, under rounding to float32."""
+
+    def disturbed(seed: int) -> Values:
+        with Rounding(UNIT["float32"], seed):
+            return run()
+
     with sdpa_kernel(SDPBackend.MATH):
-        exact = run()
-        found = collections.defaultdict(list)
-        for seed in range(runs):
-            with Rounding(UNIT["float32"], seed):
-                disturbed = run()
-            for name, value in disturbed.items():
-                found[name].append(value - exact[name])
+        return _deviations(run(), map(disturbed, range(runs)))
+
+
+def scatter_powers(run: Callable[[np.random.Generator | None], Values], runs: int = RUNS) -> dict[str, np.ndarray]:
+    """The same for a program that takes a generator for its `RoundedPower`s: what they alone contribute, per float32 unit roundoff."""
+    return _deviations(run(None), map(run, map(np.random.default_rng, range(runs))))
+
+
+def _deviations(exact: Values, disturbed: Iterable[Values]) -> dict[str, np.ndarray]:
+    found = collections.defaultdict(list)
+    for values in disturbed:
+        for name, value in values.items():
+            found[name].append(value - exact[name])
     return {name: np.stack(values) for name, values in found.items()}
 
 
