@@ -213,6 +213,8 @@ def newest_whole(folder: Path) -> Checkpoint | None:
         try:
             return verify(path)
         except Damaged as damage:
+            if not path.exists():  # a writer at work has dropped it for a newer one
+                return newest_whole(folder)
             warnings.warn(f"checkpoint {path} is damaged and passed over: {damage}", stacklevel=2)
     require(not found, "out", str(folder), f"holds no whole checkpoint: those of the steps {', '.join(map(str, found))} are damaged")
     return None

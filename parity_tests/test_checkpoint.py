@@ -1,0 +1,284 @@
+"""Checkpoints: what is saved comes back to the bit, what is damaged is noticed, and a kill at any moment leaves something whole."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_gpt.errors import InputError
+from flax_gpt.training import checkpoint
+from flax_gpt.training.checkpoint import Damaged
+
+
+def arrays(seed: int) -> dict[str, jnp.ndarray]:
+    draw = np.random.default_rng(seed)
+    return {
+        "params.a": jnp.array(draw.normal(size=(3, 5)), jnp.float32),
+        "params.b": jnp.array(draw.normal(size=7), jnp.bfloat16),
+        "rest.key": jnp.array(draw.integers(0, 2**32, 2), jnp.uint32),
+        "step": jnp.array(seed, jnp.int32),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Checkpoints of the steps 1 and 2."""
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, arrays(step), {"loss": 0.1 * step})
+    return tmp_path
+
+
+def assert_holds(found: checkpoint.Checkpoint, step: int) -> None:
+    wanted = arrays(step)
+    restored = checkpoint.restore(found, wanted)
+    assert restored.keys() == wanted.keys()
+    for name, array in wanted.items():
+        assert restored[name].dtype == array.dtype
+        assert restored[name].tobytes() == np.asarray(array).tobytes()
+
+
+def test_what_is_saved_comes_back_to_the_bit(folder: Path) -> None:
+    found = checkpoint.newest_whole(folder)
+    assert (found.step, found.notes) == (2, {"loss": 0.2})
+    assert_holds(found, 2)
+    assert_holds(checkpoint.verify(folder / "checkpoints" / "1"), 1)
+    part = checkpoint.restore(found, {"params.a": arrays(2)["params.a"]})
+    assert part.keys() == {"params.a"}
+
+
+def test_every_array_that_does_not_fit_is_named(folder: Path) -> None:
+    found = checkpoint.newest_whole(folder)
+    wanted = arrays(2) | {"params.a": jnp.zeros((5, 3)), "params.b": jnp.zeros(7), "new": jnp.zeros(1)}
+    with pytest.raises(InputError) as caught:
+        checkpoint.restore(found, wanted)
+    for problem in ("params.a is float32[3, 5] instead of float32[5, 3]", "params.b is bfloat16[7] instead of float32[7]", "new is missing"):
+        assert problem in str(caught.value)
+
+
+def test_a_flipped_bit_in_any_file_is_noticed(folder: Path) -> None:
+    path = folder / "checkpoints" / "2"
+    draw = random.Random(0)
+    files = [f for f in path.rglob("*") if f.is_file()]
+    assert len(files) > 5
+    for file in files:
+        content = file.read_bytes()
+        bits = {0, 8 * len(content) - 1, *(draw.randrange(8 * len(content)) for _ in range(25))} if content else set()
+        for bit in bits:
+            changed = bytearray(content)
+            changed[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(changed)
+            with pytest.raises(Damaged):
+                checkpoint.verify(path)
+        file.write_bytes(content)
+    assert checkpoint.verify(path).step == 2
+
+
+def test_every_bit_of_the_digests_counts(tmp_path: Path) -> None:
+    content = checkpoint.seal({"step": 2, "loss": 0.1, "note": "é", "files": {"a": [3, "00ff"]}, "none": None})
+    assert checkpoint.unseal(content) == {"step": 2, "loss": 0.1, "note": "é", "files": {"a": [3, "00ff"]}, "none": None}
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(Damaged):
+            checkpoint.unseal(bytes(changed))
+    for wrong in (b"", b"[]", b"{}", content[:-1], content + b" ", content * 2, json.dumps(json.loads(content)).encode()):
+        with pytest.raises(Damaged):
+            checkpoint.unseal(wrong)
+
+
+def test_shortened_missing_added_and_swapped_files_are_noticed(folder: Path) -> None:
+    path, kept = folder / "checkpoints" / "2", folder / "kept"
+    shutil.copytree(path, kept)
+
+    def again() -> None:
+        shutil.rmtree(path)
+        shutil.copytree(kept, path)
+
+    for file in [f.relative_to(path) for f in path.rglob("*") if f.is_file()]:
+        size = (path / file).stat().st_size
+        for length in {0, size // 2, size - 1} - {size}:
+            os.truncate(path / file, length)
+            with pytest.raises(Damaged):
+                checkpoint.verify(path)
+            again()
+        (path / file).write_bytes((path / file).read_bytes() + b"\0")
+        with pytest.raises(Damaged):
+            checkpoint.verify(path)
+        again()
+        (path / file).unlink()
+        with pytest.raises(Damaged):
+            checkpoint.verify(path)
+        again()
+    (path / "arrays" / "more").touch()
+    with pytest.raises(Damaged, match="arrays/more: is not of this checkpoint"):
+        checkpoint.verify(path)
+    shutil.rmtree(path)
+    shutil.copytree(folder / "checkpoints" / "1", path)
+    with pytest.raises(Damaged, match="it is the checkpoint of step 1"):
+        checkpoint.verify(path)
+
+
+def test_the_newest_whole_one_is_found_and_the_damaged_named(folder: Path) -> None:
+    checkpoint.save(folder, 10, arrays(10), {})
+    (folder / "checkpoints" / "11.tmp").mkdir()
+    for step in (10, 2):
+        next((folder / "checkpoints" / str(step) / "arrays" / "d").iterdir()).write_bytes(b"x")
+    with pytest.warns(UserWarning, match="is damaged and passed over") as warned:
+        assert checkpoint.newest_whole(folder).step == 1
+    assert [Path(str(w.message).split()[1]).name for w in warned] == ["10", "2"]
+    (folder / "checkpoints" / "1" / "digests.json").unlink()
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(InputError, match="those of the steps 1, 2, 10 are damaged"):
+        checkpoint.newest_whole(folder)
+    shutil.rmtree(folder / "checkpoints")
+    assert checkpoint.newest_whole(folder) is None
+
+
+def test_saving_replaces_a_damaged_checkpoint(folder: Path) -> None:
+    (folder / "checkpoints" / "2" / "digests.json").write_bytes(b"{}")
+    checkpoint.save(folder, 2, arrays(2), {})
+    assert_holds(checkpoint.newest_whole(folder), 2)
+
+
+def test_pruning_keeps_what_is_named_and_clears_leftovers(folder: Path) -> None:
+    checkpoint.save(folder, 3, arrays(3), {})
+    (folder / "checkpoints" / "4.tmp" / "arrays").mkdir(parents=True)
+    (folder / "checkpoints" / "1.old.tmp").mkdir()
+    (folder / "run.json.tmp").touch()
+    checkpoint.prune(folder, [1, 3])
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["1", "3"]
+    assert [p.name for p in folder.iterdir()] == ["checkpoints"]
+
+
+def test_metrics_are_cut_back_and_a_torn_line_goes(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (10, 20, 20, 30):
+        checkpoint.append_line(path, {"step": step, "train_loss": 1.5})
+    whole = path.read_bytes()
+    for torn in (b"", b"\n", b'{"step": 3', b'{"step": 3\n', b"\xff\n", b'{"step"'):
+        path.write_bytes(whole + torn)
+        checkpoint.cut_lines(path, 20)
+        assert [line["step"] for line in checkpoint.read_lines(path)] == [10, 20, 20]
+        assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:3])
+    checkpoint.cut_lines(tmp_path / "new.jsonl", 0)
+    assert (tmp_path / "new.jsonl").read_bytes() == b""
+
+
+# Other processes
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from flax_gpt.training.checkpoint import lock
+with lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_living_writer_keeps_others_out_and_a_dead_one_does_not(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(InputError, match=f"is being written by process {process.pid}"), checkpoint.lock(tmp_path):
+            pass
+        process.kill()
+        process.wait()
+    with checkpoint.lock(tmp_path):
+        assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
+        with pytest.raises(InputError, match="is being written"), checkpoint.lock(tmp_path):
+            pass
+    with checkpoint.lock(tmp_path):
+        pass
+
+
+KILL = """
+import os, random, shutil, signal, sys
+from pathlib import Path
+import numpy as np
+from flax_gpt.training import checkpoint
+
+base, arrays = Path(sys.argv[1]), dict(np.load(sys.argv[2]))
+seen, limit = [], [None]
+
+def hook(event, args):
+    # Every opening, renaming, making and removing below the folder is a moment to die at.
+    if limit[0] is not None and event.split(".")[0] in ("open", "os", "shutil") and any(str(a).startswith(str(base)) for a in args):
+        seen.append(event)
+        if len(seen) > limit[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def attempt(folder, moment):
+    child = os.fork()
+    if child == 0:
+        sys.addaudithook(hook)
+        limit[0] = moment
+        checkpoint.save(folder, 2, arrays, {"moment": moment})
+        checkpoint.prune(folder, [2])
+        os._exit(len(seen) and 0)
+    return os.waitpid(child, 0)[1]
+
+moment = 0
+while True:
+    folder = base / str(moment)
+    shutil.copytree(base / "start", folder)
+    status = attempt(folder, moment)
+    print(moment, status, flush=True)
+    if status == 0:
+        break
+    moment += int(sys.argv[3])
+"""
+
+
+def test_a_kill_at_any_step_of_saving_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """A real SIGKILL at every third opening, renaming, making or removing that saving step 2 and dropping step 1 consists of."""
+    checkpoint.save(tmp_path / "start", 1, arrays(1), {})
+    np.savez(tmp_path / "two.npz", **{name: array for name, array in arrays(2).items() if array.dtype != jnp.bfloat16})
+    command = [sys.executable, "-W", "ignore", "-c", KILL, str(tmp_path), str(tmp_path / "two.npz"), "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    outcomes = [line.split() for line in done.stdout.splitlines()]
+    assert len(outcomes) > 15
+    assert [status for _, status in outcomes] == [str(int(signal.SIGKILL))] * (len(outcomes) - 1) + ["0"]
+    steps = []
+    for moment, _ in outcomes:
+        folder = tmp_path / moment
+        with warnings.catch_warnings(action="error"):  # what the kill left behind must not even pass for damaged
+            found = checkpoint.newest_whole(folder)
+        steps.append(found.step)
+        if found.step == 1:
+            assert_holds(found, 1)
+        checkpoint.prune(folder, checkpoint.steps(folder))
+        assert not list(folder.rglob("*.tmp"))
+        checkpoint.save(folder, 2, arrays(2), {})
+        assert_holds(checkpoint.newest_whole(folder), 2)
+    assert steps == sorted(steps)
+    assert set(steps) == {1, 2}
+
+
+def test_a_save_is_seen_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A reader that looks while another process saves finds a whole checkpoint every time."""
+    program = (
+        "import sys, numpy as np\nfrom pathlib import Path\nfrom flax_gpt.training import checkpoint\n"
+        "folder = Path(sys.argv[1])\n"
+        "for step in range(1, 9):\n"
+        "    checkpoint.save(folder, step, {'x': np.full(4, step)}, {})\n"
+        "    checkpoint.prune(folder, [step, step - 1])\n"
+    )
+    seen = set()
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as process:
+        while process.poll() is None:
+            found = checkpoint.newest_whole(tmp_path)
+            if found is not None:
+                seen.add(found.step)
+            time.sleep(0.005)
+        assert process.returncode == 0
+    assert len(seen) > 1
+    assert checkpoint.newest_whole(tmp_path).step == 8
