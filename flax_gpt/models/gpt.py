@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from flax_gpt.config import GPTConfig
+from flax_gpt.errors import require
 from flax_gpt.generation.cache import KVCache
 from flax_gpt.models.inputs import check_inputs
 from flax_gpt.nn.block import Block
@@ -19,14 +20,17 @@ from flax_gpt.nn.rotary import RotaryPositions, Rotation
 
 
 class MiniGPT(nnx.Module):
-    """Token embedding × √D + positions, dropout, N causal blocks, a final norm, and the embedding again as the head."""
+    """Token embedding × √D + positions, dropout, N causal blocks, a final norm, and the embedding again as the head.
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        self.config = config
+    `causal=False` lets every position see what follows it, the very token that it has to predict: for experiments.leak alone.
+    """
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs, causal: bool = True):
+        self.config, self.causal = config, causal
         self.token_embed = embedding(config, config.vocab_size, rngs=rngs)
         self.positions = added_positions(config, rngs=rngs)
         self.rotary = RotaryPositions(config) if config.positions.startswith("rope") else None
-        self.blocks = nnx.List([Block(config, f"blocks.{i}", causal=True, rngs=rngs) for i in range(config.num_layers)])
+        self.blocks = nnx.List([Block(config, f"blocks.{i}", causal=causal, rngs=rngs) for i in range(config.num_layers)])
         self.final_norm = norm(config, rngs=rngs) if config.norm_placement == "pre" else None
         self.dropout = DropoutStream(rngs=rngs)
 
@@ -60,7 +64,9 @@ class MiniGPT(nnx.Module):
         """Logits (B, T, V) of tokens (B, T) appended to the cache, and the longer cache; never drops out.
 
         The caller keeps lengths + T within the cache's size and max_len: a traced position beyond them is clamped.
+        Raises InputError for a model that is not causal: a new token would change the keys that the cache holds.
         """
+        require(self.causal, "causal", self.causal, "must be True: only a causal model can be read with a cache")
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         rotation = self.rotation(tokens.shape[1], positions, cache.spans)
         x = self.embed(tokens, positions)

@@ -17,15 +17,18 @@ from torch_ref.weights.tree import speak_file_names
 
 
 class MiniGPT(nn.Module):
-    """Token embedding × √D + positions, dropout, N causal blocks, a final norm, and the embedding again as the head."""
+    """Token embedding × √D + positions, dropout, N causal blocks, a final norm, and the embedding again as the head.
 
-    def __init__(self, config: GPTConfig):
+    `causal=False` lets every position see what follows it, the very token that it has to predict: for experiments.leak alone.
+    """
+
+    def __init__(self, config: GPTConfig, *, causal: bool = True):
         super().__init__()
-        self.config = config
+        self.config, self.causal = config, causal
         self.token_embed = embedding(config, config.vocab_size)
         self.positions = added_positions(config)
         self.rotary = RotaryPositions(config) if config.positions.startswith("rope") else None
-        self.blocks = nn.ModuleList([Block(config, f"blocks.{i}", causal=True) for i in range(config.num_layers)])
+        self.blocks = nn.ModuleList([Block(config, f"blocks.{i}", causal=causal) for i in range(config.num_layers)])
         self.final_norm = norm(config) if config.norm_placement == "pre" else None
         self.dropout = DropoutStream()
         speak_file_names(self)
