@@ -114,7 +114,7 @@ def stream(
     for name, value in (("samples", samples), ("every", every)):
         require(is_integer(value) and value >= 1, name, value, "must be an integer of at least 1")
     require(len(prompt) > 0, "prompt", prompt, "must hold at least one character")
-    prompts = read_prompts(np.repeat(np.asarray(tokenizer.encode(prompt))[None], samples, axis=0), None, config.vocab_size)
+    prompts = read_prompts(np.repeat(np.asarray(tokenizer.encode(prompt, "prompt"))[None], samples, axis=0), None, config.vocab_size)
     method, rule = read_rule(temperature, top_k, top_p, eos, key, config.vocab_size)
     check_room(prompts, max_new_tokens, config.max_len, overflow, smallest=1)
     stops = [*range(every, max_new_tokens, every), max_new_tokens]
@@ -134,7 +134,7 @@ def stream(
 
 
 def _produce(model: Any, prompts: list[np.ndarray], stops: list[int], method: Method, rule: Rule, use_cache: bool) -> Iterator[np.ndarray]:
-    """The new tokens so far, (B, stop) int32, at each of `stops`, ending with the one at which every row is done."""
+    """The new tokens so far, (B, stop) int32, at each of `stops`, up to the first at which every row is done."""
     max_len, B = model.config.max_len, len(prompts)
     seen = [prompt[-max_len:] for prompt in prompts]
     lengths = np.array([len(row) for row in seen], np.int32)
@@ -153,7 +153,7 @@ def _produce(model: Any, prompts: list[np.ndarray], stops: list[int], method: Me
         for row, buffer, length in zip(new, np.asarray(state.tokens), lengths, strict=True):
             row[:count] = buffer[length : length + count]
         yield new
-        if count < stop:
+        if np.asarray(state.done).all():
             return
 
 
