@@ -13,10 +13,10 @@ def learning_rate_factor(config: OptimizerConfig, total_steps: int, count: int) 
     """Share of the peak learning rate after `count` completed steps: 1, or linear warm-up and a cosine to min_lr_ratio at the last step."""
     if config.schedule == "constant":
         return 1.0
-    warmup = max(config.warmup_steps, 1)
+    warmup, count = max(config.warmup_steps, 1), min(count, total_steps - 1)
     if count < warmup:
         return (count + 1) / warmup
-    progress = min((count + 1 - warmup) / max(total_steps - warmup, 1), 1.0)
+    progress = (count + 1 - warmup) / (total_steps - warmup)
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
