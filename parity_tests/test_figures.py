@@ -71,6 +71,9 @@ def test_pictures_grow_with_the_text():
         label = figure.axes[0].yaxis.get_ticklabels()[0]
         assert label.get_fontsize() / 72 < (figure.get_size_inches()[1] - 1) / T  # labels do not run into each other
     assert sizes == sorted(sizes)
+    for count, T, shape in ((4, 8, (1, 4)), (4, 24, (2, 2)), (3, 24, (1, 3)), (12, 8, (3, 4)), (1, 128, (1, 1))):
+        figure = attention.panels([np.eye(T)] * count, ["one"] * count, ["a"] * T, "T")
+        assert figure.axes[0].get_gridspec().get_geometry() == shape
     assert sizes[2] > 4 * sizes[0]
 
 

@@ -38,6 +38,7 @@ def panels(maps: list[np.ndarray], titles: list[str], tokens: list[str], title: 
     side = cell * T
     columns = min(len(maps), max(math.floor(WIDTH / (side + MARGIN)), math.ceil(math.sqrt(len(maps)))))
     rows = math.ceil(len(maps) / columns)
+    columns = math.ceil(len(maps) / rows)  # four panels that do not fit in a row stand two by two
     figure = Figure(figsize=(columns * (side + MARGIN + across) + 0.8, rows * (side + MARGIN + across) + 0.5), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     top = max(float(m.max()) for m in maps)
