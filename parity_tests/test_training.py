@@ -1,5 +1,6 @@
 """The loss, the optimizer, the step and the run: what trains, what stops it, and that nothing can be told from a run that never stopped."""
 
+import dataclasses
 import importlib.resources
 import json
 import math
@@ -463,6 +464,16 @@ def test_settings_that_do_not_fit_are_refused_before_anything_is_written(
 ) -> None:
     with pytest.raises(InputError, match=message):
         train(model, TrainConfig(**SETTINGS | settings), text, tmp_path / "run", **QUIET)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ids_outside_the_vocabulary_are_refused(text: Path, tmp_path: Path) -> None:
+    corpus = load_corpus(text)
+    size = corpus.tokenizer.vocab_size
+    tokens = corpus.tokens.copy()
+    tokens[7] = size
+    with pytest.raises(InputError, match=rf"data = {size}: is a token id outside \[0, {size}\)"):
+        train(MODEL, TrainConfig(**SETTINGS), dataclasses.replace(corpus, tokens=tokens), tmp_path / "run", **QUIET)
     assert not (tmp_path / "run").exists()
 
 

@@ -135,7 +135,7 @@ class _Trainer:
 
     def run(self) -> Run:
         config, clock, tokens, start = self.train_config, _Clock(), 0, self.done
-        with _signals() as received, Display(self.progress, self.done, self.total) as display:
+        with _signals(self.progress) as received, Display(self.progress, self.done, self.total) as display:
             while self.done < self.total:
                 batch = self.windows[self.done]
                 self.state = self.step(self.state, batch)
@@ -206,6 +206,7 @@ class _Trainer:
     def _evaluate(self, display: Display) -> bool:
         """Logs the held-out loss; whether it is the lowest so far."""
         self._check()
+        display.busy("evaluating the held-out part")
         loss, _ = _mean_loss(self.evaluation, self.state.params, self.state.rest, self.held_out, self.windows.window, self.windows.batch_size)
         if not math.isfinite(loss):
             raise RunError(f"step {self.done}: the held-out loss is {loss}; the checkpoint of step {self.saved} is the last good one")
@@ -318,7 +319,9 @@ def _inspect(folder: Path, resume: bool) -> dict[str, Any] | None:
 
 def _corpus(data: str | Path | Corpus | None, glob: str, on_bad_file: OnBadFile, record: dict[str, Any] | None) -> Corpus:
     if isinstance(data, Corpus):
-        corpus = data
+        corpus, size = data, data.tokenizer.vocab_size
+        require(len(data.tokens) > 0, "data", data.source, "holds no tokens")
+        require(int(data.tokens.max()) < size, "data", int(data.tokens.max()), f"is a token id outside [0, {size}), the vocabulary")
     elif data is None and record is not None:
         known = record["data"]
         corpus = load_corpus(known["source"], glob=known["glob"], on_bad_file=known["on_bad_file"])
@@ -432,7 +435,7 @@ class _Clock:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[str]]:
+def _signals(say: bool) -> Iterator[list[str]]:
     """A list that SIGINT and SIGTERM add their names to; a second SIGINT interrupts at once. Elsewhere than in the main thread: nothing."""
     received: list[str] = []
     if threading.current_thread() is not threading.main_thread():
@@ -443,6 +446,8 @@ def _signals() -> Iterator[list[str]]:
         if received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(signal.Signals(number).name)
+        if say:
+            os.write(2, b"\nstopping after this step; Ctrl-C again stops at once and loses what is not saved\n")
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

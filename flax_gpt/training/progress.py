@@ -50,6 +50,11 @@ class Display:
             left = (now - self.began) / (step - self.start) * (self.total - step)
             self.say(f"step {step}/{self.total}  {text}  {left:.0f} s left")
 
+    def busy(self, text: str) -> None:
+        """What happens instead of training, in the bar until the next update."""
+        if self.bar is not None:
+            self.bar.update(self.task, text=text)
+
     def say(self, text: str) -> None:
         """One line, above the bar."""
         if self.enabled:
