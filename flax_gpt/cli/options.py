@@ -4,19 +4,30 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from tyro.conf import Fixed, Suppress
+from tyro.conf import Fixed, Suppress, arg
 
-from flax_gpt.config import GPTConfig, TrainConfig
+from flax_gpt.config import GPT_PRESETS, TRAIN_PRESETS, GPTConfig, RopeConfig, TrainConfig
+from flax_gpt.errors import require
+
+RopeOptions = dataclasses.make_dataclass(
+    "RopeOptions",
+    [(field.name, Annotated[field.type, arg(name=f"rope-{field.name}")], field.default) for field in dataclasses.fields(RopeConfig)],
+    bases=(RopeConfig,),
+    frozen=True,
+)
+"""RopeConfig, whose fields need its name before theirs: --rope-base."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions(GPTConfig):
-    """The model: sizes, rates, initial weights."""
+    """Sizes, rates, initial weights and parts of the model."""
 
     vocab_size: Suppress[Fixed[int]] = 1
     """Known once the text has been read."""
+    rope: RopeOptions = RopeOptions()  # type: ignore[valid-type]  # noqa: RUF009 (frozen)
+    """Used by the rope positions alone."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of GPTConfig but for vocab_size."""
@@ -33,14 +44,15 @@ def train_defaults(arguments: Sequence[str]) -> dict[str, Any]:
         values = _read(record)
     else:
         preset = _value(arguments, "--preset") or "minigpt"
-        values = {"model": GPTConfig.preset(preset, vocab_size=1).to_dict(), "train": TrainConfig.preset(preset).to_dict()}
+        require(preset in GPT_PRESETS, "preset", preset, f"must be one of {', '.join(GPT_PRESETS)}")
+        values = {"model": GPT_PRESETS[preset], "train": dict(TRAIN_PRESETS.get(preset, {}))}
     if not values:
         return {}
     # The length is one option of two: the one that is given takes the place of the preset's.
     for given, other in (("--steps", "epochs"), ("--epochs", "steps")):
         if _value(arguments, given) is not None:
             values["train"][other] = None
-    return {"model": ModelOptions(**values["model"] | {"vocab_size": 1}), "training": TrainConfig.from_dict(values["train"])}
+    return {"model": ModelOptions.from_dict(values["model"] | {"vocab_size": 1}), "training": TrainConfig.from_dict(values["train"])}
 
 
 def _read(record: Path) -> dict[str, Any]:
