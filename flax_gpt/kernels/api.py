@@ -1,11 +1,13 @@
 """`attend`, the only door to attention, and the table that chooses who serves a call."""
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,13 +24,14 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 HOMES = {
     "dense": "flax_gpt.kernels.dense",
     "blocked": "flax_gpt.kernels.blocked",
+    "pallas_tpu": "flax_gpt.kernels.pallas_tpu",
 }
 """Implementation → module. Each has refusal(case) and attend(case, q, k, v, inputs) -> (out, weights | None, lse | None)."""
 
 TABLE: dict[str, tuple[str, ...]] = {
     "cpu": ("blocked", "dense"),
     "gpu": ("blocked", "dense"),
-    "tpu": ("blocked", "dense"),
+    "tpu": ("pallas_tpu", "blocked", "dense"),
 }
 """Platform → implementations in the order in which "auto" asks them; the first that does not refuse runs. dense never refuses."""
 
@@ -111,9 +114,7 @@ def attend(
     """
     case, inputs = _read(q, k, v, causal, mask, bias, kv_lengths, window, query_offset, scale, dropout_rate, dropout_key, empty_rows,
                          return_weights, return_lse)  # fmt: skip
-    name, passed = choose(case, implementation)
-    if name is None:
-        raise NotImplementedError(f"implementation = {implementation!r}: {passed[0][1]}")
+    name, _ = choose(case, implementation)
     out, weights, lse = _run(case, name, q, k, v, inputs)
     results = [out] + [weights] * return_weights + [lse] * return_lse
     return results[0] if len(results) == 1 else tuple(results)
@@ -139,27 +140,28 @@ def explain(q: Array, k: Array, v: Array, *, implementation: str = "auto", **arg
     for name in arguments:
         require(name in defaults, name, arguments[name], f"is not an argument of attend: {', '.join(defaults)}")
     case, _ = _read(q, k, v, **(defaults | arguments))
-    name, passed = choose(case, implementation)
-    if name is None:
-        raise NotImplementedError(f"implementation = {implementation!r}: {passed[0][1]}")
-    return Explanation(case, name, tuple(passed))
+    chosen, passed = choose(case, implementation)
+    return Explanation(case, chosen, tuple(passed))
 
 
-def choose(case: Case, implementation: str = "auto") -> tuple[str | None, list[tuple[str, str]]]:
-    """The implementation that serves `case`, None when there is none, and (name, reason) of each that was passed over."""
+def choose(case: Case, implementation: str = "auto") -> tuple[str, list[tuple[str, str]]]:
+    """The implementation that serves `case`, and (name, reason) of each that was passed over.
+
+    Raises NotImplementedError when the one asked for by name cannot serve it.
+    """
     known = ("auto", *HOMES)
     require(implementation in known, "implementation", implementation, f"must be one of {', '.join(known)}")
     automatic = implementation == "auto"
-    passed = []
+    passed: list[tuple[str, str]] = []
     for name in TABLE[case.platform] if automatic else (implementation,):
-        reason = importlib.import_module(HOMES[name]).refusal(case)
+        reason: str | None = importlib.import_module(HOMES[name]).refusal(case)
         if automatic:
             preferences = (preference(case) for preference in PREFERENCES.get((case.platform, name), ()))
             reason = reason or next(filter(None, preferences), None)
         if reason is None:
             return name, passed
         passed.append((name, reason))
-    return None, passed
+    raise NotImplementedError("; ".join(f"implementation = {name!r}: {reason}" for name, reason in passed))
 
 
 @functools.partial(jax.jit, static_argnames=("case", "name"), inline=True)
@@ -193,11 +195,11 @@ def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths:
     require(empty_rows in ("zero", "uniform", "nan"), "empty_rows", empty_rows, "must be 'zero', 'uniform' or 'nan'")
 
     if mask is not None:
-        boolean = getattr(mask, "dtype", None) == jnp.bool_
+        boolean = _dtype(mask) == jnp.bool_
         require(boolean, "mask", _shape(mask), "must be a boolean array, True = may attend; pass an additive mask as bias, a 0/1 mask as mask != 0")
         mask = _four_axes("mask", mask, (B, H, T, S))
     if bias is not None:
-        floating = jnp.issubdtype(getattr(bias, "dtype", None), jnp.floating)
+        floating = jnp.issubdtype(_dtype(bias), jnp.floating)
         require(floating, "bias", _shape(bias), "must be a floating array that is added to the scores; pass a boolean one as mask")
         bias = _four_axes("bias", bias, (B, H, T, S))
     if kv_lengths is not None:
@@ -208,12 +210,12 @@ def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths:
     needed = causal or window is not None
     require(query_offset is not None or not needed or T == S, "query_offset", None,
             f"is required with causal or window when T = {T} differs from S = {S}: the position of the first query among the keys")  # fmt: skip
-    offset = 0 if query_offset is None else query_offset
+    offset: Any = 0 if query_offset is None else query_offset
     static = _is_integer(offset)
     if static:
         offset = int(offset)
     else:
-        whole = jnp.issubdtype(getattr(offset, "dtype", None), jnp.integer) and offset.shape in ((), (B,))
+        whole = jnp.issubdtype(_dtype(offset), jnp.integer) and np.shape(offset) in ((), (B,))
         require(whole, "query_offset", _shape(offset), f"must be an integer, or an integer array of shape () or (B,) = ({B},)")
     if dropout_rate > 0:
         dropout_key = _row_and_head_keys(dropout_key, B, H)
@@ -247,10 +249,26 @@ def _row_and_head_keys(key: Any, B: int, H: int) -> Array:
     return random.fold_coordinates(key, (B, H)) if key.ndim == 1 else key
 
 
+_target: contextvars.ContextVar[str | None] = contextvars.ContextVar("target", default=None)
+
+
+@contextlib.contextmanager
+def target(platform: str) -> Iterator[None]:
+    """Traces for "cpu", "gpu" or "tpu" within, whatever this host has: for lowering and compiling ahead of time."""
+    token = _target.set(platform)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
 def _platform(q: Any) -> str:
     """Where a call runs: on the devices that hold q, or under jit on the default device."""
+    chosen = _target.get()
+    if chosen is not None:
+        return chosen
     if isinstance(q, jax.core.Tracer) or not hasattr(q, "devices"):
-        device = jax.config.jax_default_device
+        device = jax.config.jax_default_device  # type: ignore[attr-defined]
         name = jax.default_backend() if device is None else getattr(device, "platform", device)
     else:
         name = next(iter(q.devices())).platform
@@ -263,6 +281,10 @@ def _is_integer(x: Any) -> bool:
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool | np.bool_)
+
+
+def _dtype(x: Any) -> Any:
+    return getattr(x, "dtype", np.dtype(object))
 
 
 def _shape(x: Any) -> str:

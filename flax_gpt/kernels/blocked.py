@@ -254,7 +254,8 @@ class _View:
     def _extent(self, at: Any) -> tuple[Any, Any, Any, Any]:
         """Least and greatest offset, least and greatest number of keys, among the rows of a chunk."""
         S = self.case.keys
-        low = high = self.case.offset
+        low: Any = self.case.offset
+        high = low
         if low is None:
             offsets = self._of_rows(self.given.query_offset, at)
             low, high = jnp.min(offsets), jnp.max(offsets)
@@ -379,7 +380,8 @@ def _number(value: float, like: Array) -> np.ndarray:
 
 
 def _loop(begin: Any, end: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
-    return lax.fori_loop(*_indices((begin, end)), body, state)
+    first, behind = _indices((begin, end))
+    return lax.fori_loop(first, behind, body, state)
 
 
 def _slice(x: Array, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> Array:
