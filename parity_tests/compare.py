@@ -19,7 +19,8 @@ def check(
     """Whether an NNX model and a torch model compute the same: maps, logits, loss, gradient norm and every gradient, in float64 and in float32.
 
     ours, theirs: a model of `flax_gpt` and one of `torch_ref` (or of its interface), whose weights must already agree bit for bit.
-    inputs: tokens (B, T) and targets ((B, T), or (B,) for a classifier), optionally lengths (B,) and a dropout_key (2,), which turns dropout on.
+    inputs: tokens (B, T) and targets ((B, T), or (B,) for a classifier), optionally lengths (B,), positions (B, T)
+        and a dropout_key (2,), which turns dropout on.
     names: {our parameter name: theirs} where they differ. Rows go to `report`, or to a new one. `others` are float32 results of further programs.
     """
     report = Report() if report is None else report
@@ -68,7 +69,9 @@ def check_programs(ours: Program, theirs: Program, *, has_powers: bool = False, 
     `others` are float32 results of further programs. `has_powers`: `theirs` also takes a generator for its `tolerances.RoundedPower`s.
     """
     report = Report() if report is None else report
-    truth, deviations = theirs("float64"), tolerances.scatter(lambda: theirs("float64"))
+    truth = theirs("float64")
+    exact(report, "torch repeats itself", theirs("float64"), truth)
+    deviations = tolerances.scatter(lambda: theirs("float64"))
     in_double = dict(deviations)
     if has_powers:
         powers = tolerances.scatter_powers(lambda generator: theirs("float64", generator))
@@ -120,6 +123,6 @@ def _largest(x: np.ndarray) -> float:
 
 def exact(report: Report, name: str, ours: Values, theirs: Values) -> None:
     """Adds one row: whether both hold the same names with the same values, bit for bit."""
-    names = [n for n in {**theirs, **ours} if n not in ours or n not in theirs or not np.array_equal(ours[n], theirs[n])]
+    names = [n for n in {**theirs, **ours} if n not in ours or n not in theirs or not np.array_equal(ours[n], theirs[n], equal_nan=True)]
     note = f"differs: {', '.join(names)}" if names else ""
     report.rows.append(Row(name, "exact", {}, {}, {}, 0.0, note=note))

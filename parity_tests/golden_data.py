@@ -44,7 +44,8 @@ def outputs(name: str) -> dict[str, np.ndarray]:
     return values | {key: found[key].reshape(()) for key in ("loss", "grad_norm") if key in found}
 
 
-def steps(name: str, optimizer: str) -> dict[str, np.ndarray]:
-    """What ten optimizer steps gave, under the names of `oracle.torch_steps`."""
-    values = {f"step10/{key}": value for key, value in group(name, optimizer).items() if key != "losses"}
-    return values | {"losses": arrays(name)[f"{optimizer}/losses"]}
+def steps(name: str, optimizer: str) -> tuple[int, dict[str, np.ndarray]]:
+    """How many optimizer steps were taken, and what they gave, under the names of `oracle.torch_steps`."""
+    losses = arrays(name)[f"{optimizer}/losses"]
+    values = {f"step{len(losses)}/{key}": value for key, value in group(name, optimizer).items() if key != "losses"}
+    return len(losses), {"losses": losses} | values

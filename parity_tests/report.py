@@ -46,9 +46,9 @@ class Report:
 
     @property
     def first_divergence(self) -> Row | None:
-        """The first row that left its budget, in the order of computation; float64 rows, where the programs themselves are compared, count first."""
+        """The first row that left its budget, in the order of computation; the float32 ones last: before them the programs are compared."""
         failed = [row for row in self.rows if not row.ok]
-        return min(failed, key=lambda row: row.dtype != "float64", default=None)
+        return min(failed, key=lambda row: row.dtype == "float32", default=None)
 
     def summary(self) -> str:
         """One line: how many tensors were compared, and the first that diverged."""

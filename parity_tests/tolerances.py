@@ -3,9 +3,10 @@
 The question is never "how close?" but "is this error one that rounding explains?". Three steps answer it.
 
 1. One operation. A result in floating point is fl(x) = x (1 + d) + e with |d| ≤ u, the unit roundoff, and |e| at most the smallest normal number,
-   because small results may be flushed to zero (Higham 2002, "Accuracy and Stability of Numerical Algorithms", equations 2.4 and 2.8). Elementary
-   functions (exp, erf, …) are allowed `ELEMENTARY` times that. A sum S of n terms t_k, added one after another in random order with independent
-   errors of standard deviation u / √3, has partial sums whose squares add up to n (S² / 3 + Σ t_k² / 6) on average; its error has the variance
+   because small results may be flushed to zero (Higham 2002, "Accuracy and Stability of Numerical Algorithms", equations 2.4 and 2.8); an error of
+   a few such numbers (`TINY`) is none. Elementary functions (exp, erf, …) are allowed `ELEMENTARY` times u. A sum S of n terms t_k, added one after another in
+   random order with independent errors of standard deviation u / √3, has partial sums whose squares add up to n (S² / 3 + Σ t_k² / 6) on average; its
+   error has the variance
 
        u² / 3 · n · (S² / 3 + Σ t_k² / 6).
 
@@ -26,6 +27,7 @@ The question is never "how close?" but "is this error one that rounding explains
 """
 
 import collections
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -39,8 +41,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Unit roundoff: half the distance from 1 to the next number."""
 
-TINY = 2.0**-126
-"""Smallest normal number of float32 and bfloat16: what a flushed result loses at most."""
+TINY = 64 * 2.0**-126
+"""An error that is none: 64 results below the smallest normal number of float32 and bfloat16, flushed to zero."""
 
 ELEMENTARY = 4.0
 """Error allowed to an elementary function, in unit roundoffs: 2 units in the last place, what both frameworks' vectorised forms keep to."""
@@ -78,9 +80,10 @@ class Rounding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _COMPOSITE or func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        parts = _parts(func)
+        if parts is not None:
             with self:
-                return _COMPOSITE.get(func, func.decompose)(*args, **kwargs)
+                return parts(*args, **kwargs)
         name = func.overloadpacket.__name__
         if func.is_view or name.rstrip("_") in _EXACT:
             return func(*args, **kwargs)
@@ -90,22 +93,29 @@ class Rounding(TorchDispatchMode):
         written = args[0] if name.startswith("_foreach") and name.endswith("_") else out
         for place, result in enumerate(written if isinstance(written, tuple | list) else (written,)):
             if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
-                if counted is not None:
-                    self._disturb(result, _sum_error(result, *counted[place]))
+                if counted is None:
+                    result.mul_(1 + self._noise(result) * (ELEMENTARY if name.rstrip("_") in _ELEMENTARY else 1.0))
                 else:
-                    self._disturb(result, result.abs() * (ELEMENTARY if name.rstrip("_") in _ELEMENTARY else 1.0))
+                    result.add_(_sum_error(result, *counted[place]).nan_to_num_(0.0, 0.0, 0.0).mul_(self._noise(result)))
         return out
 
-    def _disturb(self, result: torch.Tensor, size: torch.Tensor) -> None:
-        """Adds noise of `size` unit roundoffs, and what flushing loses; zero and infinity stay as they are."""
-        noise = size.nan_to_num_(0.0, 0.0, 0.0).mul_(self.unit).add_(result.abs().clamp_(max=TINY))
-        result.add_(noise.mul_(torch.rand(result.shape, dtype=result.dtype, generator=self.generator).mul_(2).sub_(1)))
+    def _noise(self, result: torch.Tensor) -> torch.Tensor:
+        """Uniform within ±unit, of the shape of `result`."""
+        return torch.rand(result.shape, dtype=result.dtype, generator=self.generator).mul_(2 * self.unit).sub_(self.unit)
 
     def _constant(self, value: Any) -> Any:
         """A Python number that float32 cannot hold, rounded at random: one error that all elements share."""
         if not isinstance(value, float) or not math.isfinite(value) or abs(value) > 1e38 or value == float(np.float32(value)):
             return value
         return value * (1 + self.unit * float(torch.rand((), generator=self.generator) * 2 - 1))
+
+
+@functools.cache
+def _parts(func: Any) -> Callable[..., Any] | None:
+    """The program of simpler operations that `func` stands for, if any."""
+    if func in _COMPOSITE:
+        return _COMPOSITE[func]
+    return func.decompose if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd) else None
 
 
 class RoundedPower(float):
@@ -223,23 +233,26 @@ def _deviations(exact: Values, disturbed: Iterable[Values]) -> dict[str, np.ndar
 def grade(error: np.ndarray, deviations: np.ndarray, dtype: str) -> float:
     """How bad `error` (…) is in units of the worst of the simulated `deviations` (runs, …), made for float32, in `dtype`."""
     deviations = np.asarray(deviations, np.float64) * (UNIT[dtype] / UNIT["float32"])
-    error = np.asarray(error, np.float64)
+    error = np.where(np.abs(error) <= TINY, 0.0, np.asarray(error, np.float64))
     if error.size == 0 or not error.any():
         return 0.0
     if not np.isfinite(error).all():
         return float("inf")
-    others = [np.delete(deviations, run, axis=0) for run in range(len(deviations))]
-    expected = [_describe(one, rest) for one, rest in zip(deviations, others, strict=True)]
-    with np.errstate(divide="ignore"):
-        return float(np.max(_describe(error, deviations) / np.max(expected, axis=0)))
+    expected = [_describe(one, np.delete(deviations, run, axis=0)) for run, one in enumerate(deviations)]
+    return float(np.max(_over(_describe(error, deviations), np.max(expected, axis=0))))
 
 
 def _describe(error: np.ndarray, deviations: np.ndarray) -> np.ndarray:
     """Root mean square over that of the deviations, and worst element over the deviation of that element."""
     spread = np.sqrt(np.mean(np.square(deviations), axis=0))
+    return np.array([_over(_rms(error), _rms(spread)), np.max(_over(np.abs(error), spread))])
+
+
+def _over(a: Any, b: Any) -> Any:
+    """a / b where 0 / 0 is 0: what must be exact, and is, is no error."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
-        worst = np.nan_to_num(np.abs(error) / spread, nan=0.0, posinf=np.inf)
-        return np.array([_rms(error) / _rms(spread), np.max(worst)])
+        return np.where(a == 0, 0.0, np.divide(a, b))
 
 
 def _rms(x: np.ndarray) -> float:
