@@ -59,7 +59,7 @@ def test_panels_show_the_maps_with_tokens_on_both_axes():
         assert texts(axes.xaxis) == texts(axes.yaxis) == ["a", "␣", "b", "⏎"]
         assert axes.get_xlabel() == "key (looked at)"
         assert axes.get_ylabel() == "query (looking)"
-    assert bar.get_ylabel() == "attention weight"
+    assert bar.get_ylabel() == "attention weight (colours by its square root)"
     assert figure.get_suptitle() == "Everything"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
 from flax_gpt.errors import require
@@ -19,6 +20,8 @@ MARGIN = 1.0
 WIDTH = 16.0
 """Inches up to which panels stand in one row; beyond, rows and columns come near a square."""
 
+TICKS = (0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1)
+
 
 def attention_maps(model: nnx.Module, ids: np.ndarray) -> list[np.ndarray]:
     """The maps of one pass without dropout over ids (T,): one (H, T, T) float array a layer. The model's own mode stays as it is."""
@@ -29,7 +32,10 @@ def attention_maps(model: nnx.Module, ids: np.ndarray) -> list[np.ndarray]:
 
 
 def panels(maps: list[np.ndarray], titles: list[str], tokens: list[str], title: str) -> Figure:
-    """One heat map (T, T) a panel on a shared colour scale from 0; rows ask, columns are looked at. Call it within `style.labels`."""
+    """One heat map (T, T) a panel, rows asking and columns looked at. Call it within `style.labels`.
+
+    All share one colour scale from 0, by the square root of the weight: most weights are small.
+    """
     T = len(tokens)
     longest = max(map(len, tokens))
     font = 9.0 if T <= 24 else 7.5
@@ -41,9 +47,9 @@ def panels(maps: list[np.ndarray], titles: list[str], tokens: list[str], title: 
     columns = math.ceil(len(maps) / rows)  # four panels that do not fit in a row stand two by two
     figure = Figure(figsize=(columns * (side + MARGIN + across) + 0.8, rows * (side + MARGIN + across) + 0.5), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
-    top = max(float(m.max()) for m in maps)
+    scale = PowerNorm(0.5, vmin=0.0, vmax=max(float(m.max()) for m in maps))
     for axes, weights, name in zip(grid.flat, maps, titles, strict=False):
-        image = axes.imshow(weights, cmap="viridis", vmin=0.0, vmax=top, interpolation="nearest", aspect="equal")
+        image = axes.imshow(weights, cmap="viridis", norm=scale, interpolation="nearest", aspect="equal")
         axes.set_title(name)
         axes.set_xticks(range(T), tokens, fontsize=font, rotation=90 if longest > 1 else 0)
         axes.set_yticks(range(T), tokens, fontsize=font)
@@ -52,7 +58,8 @@ def panels(maps: list[np.ndarray], titles: list[str], tokens: list[str], title: 
     for axes in grid.flat[len(maps) :]:
         axes.set_visible(False)
     bar = figure.colorbar(image, ax=grid, fraction=0.04 / columns, pad=0.02, aspect=30)
-    bar.set_label("attention weight")
+    bar.set_ticks([tick for tick in TICKS if tick <= scale.vmax])
+    bar.set_label("attention weight (colours by its square root)")
     figure.suptitle(title)
     return figure
 
