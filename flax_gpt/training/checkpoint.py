@@ -147,7 +147,8 @@ def save(folder: Path, step: int, arrays: Mapping[str, jax.Array], notes: Mappin
     if target.exists():
         _discard(target)
     os.rename(temporary, target)
-    _sync_folder(target.parent)
+    for path in (target.parent, folder):
+        _sync_folder(path)
 
 
 def verify(path: Path) -> Checkpoint:
