@@ -4,9 +4,9 @@ The question is never "how close?" but "is this error one that rounding explains
 
 1. One operation. A result in floating point is fl(x) = x (1 + d) + e with |d| ≤ u, the unit roundoff, and |e| at most the smallest normal number,
    because small results may be flushed to zero (Higham 2002, "Accuracy and Stability of Numerical Algorithms", equations 2.4 and 2.8); an error of
-   a few such numbers (`TINY`) is none. Elementary functions (exp, erf, …) are allowed `ELEMENTARY` times u. A sum S of n terms t_k, added one after another in
-   random order with independent errors of standard deviation u / √3, has partial sums whose squares add up to n (S² / 3 + Σ t_k² / 6) on average; its
-   error has the variance
+   a few such numbers (`TINY`) is none. Elementary functions (exp, erf, …) are allowed `ELEMENTARY` times u. A sum S of n terms t_k, added one after
+   another in random order with independent errors of standard deviation u / √3, has partial sums whose squares add up to n (S² / 3 + Σ t_k² / 6) on
+   average; its error has the variance
 
        u² / 3 · n · (S² / 3 + Σ t_k² / 6).
 

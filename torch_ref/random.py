@@ -64,8 +64,8 @@ def fold_coordinates(key: Tensor, shape: tuple[int, ...], first: tuple[Any, ...]
 
 
 def threshold(rate: float) -> int:
-    """Bits below this are dropped: round(rate * 2**32)."""
-    return round(rate * 2**32)
+    """Bits below this are dropped: round(rate * 2**32), at most the largest word."""
+    return min(round(rate * 2**32), 2**32 - 1)
 
 
 def keep_mask(key: Tensor, rate: float, shape: tuple[int, ...], first: tuple[Any, ...] = ()) -> Tensor:

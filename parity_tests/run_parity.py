@@ -1,0 +1,72 @@
+"""Whether a trained run computes the same in torch: the backend of `flax-gpt parity RUN`."""
+
+import json
+import os
+import pathlib
+
+import numpy as np
+
+import torch_ref.generation.sampling
+from flax_gpt.errors import require
+from flax_gpt.generation.sampling import generate
+from flax_gpt.training.data import load_corpus
+from flax_gpt.training.loop import Run, load_run
+from parity_tests import compare, oracle, tolerances
+from parity_tests.report import Report, Row
+
+
+def run(
+    folder: str | os.PathLike[str], data: str | os.PathLike[str] | None = None, *, rows: int = 2, window: int | None = None, new_tokens: int = 32
+) -> Report:
+    """Compares a run's model with torch_ref holding the same weights: maps, logits, loss, each gradient, an optimizer step and greedy tokens.
+
+    folder: a run folder. data: a UTF-8 text or a folder of texts; None reads the run's own again. rows: how many windows of `window` tokens (None:
+    the model's max_len) are compared, spread over the text. new_tokens: how many tokens are generated greedily.
+
+    Raises InputError for a folder that holds no run, and for a text that cannot be read or is shorter than a window.
+    """
+    trained = load_run(folder)
+    batch = _batch(trained, data, rows, trained.config.max_len if window is None else window)
+    report = Report(f"{folder}, step {trained.step}: flax_gpt against torch_ref")
+    theirs = oracle.torch_model(trained.config, oracle.flax_weights(trained.model))
+    compare.check(trained.model, theirs, batch, report=report)
+    compare.check_steps(trained.model, theirs, batch, trained.train_config.optimizer, (1,), report=report)
+    report.rows.append(_greedy(trained, theirs, batch["tokens"][:1, : max(1, batch["tokens"].shape[1] // 4)], new_tokens))
+    return report
+
+
+def _batch(trained: Run, data: str | os.PathLike[str] | None, rows: int, window: int) -> dict[str, np.ndarray]:
+    require(rows >= 1, "rows", rows, "must be at least 1")
+    require(1 <= window <= trained.config.max_len, "window", window, f"must lie in [1, {trained.config.max_len}], the model's max_len")
+    known = json.loads((trained.folder / "run.json").read_text(encoding="utf-8"))["data"]
+    corpus = load_corpus(
+        known["source"] if data is None else pathlib.Path(data), glob=known["glob"], on_bad_file=known["on_bad_file"], tokenizer=trained.tokenizer
+    )
+    size = len(corpus.tokens)
+    require(size > window, "data", corpus.source, f"has {size} characters; a window needs {window + 1}")
+    starts = np.linspace(0, size - window - 1, rows).astype(int)
+    windows = np.stack([corpus.tokens[start : start + window + 1] for start in starts]).astype(np.int32)
+    return {"tokens": windows[:, :-1], "targets": windows[:, 1:]}
+
+
+def _greedy(trained: Run, theirs: oracle.torch.nn.Module, prompt: np.ndarray, new_tokens: int) -> Row:
+    """Equal tokens, or tokens that part where the two logits are closer than rounding can tell."""
+    ours = np.asarray(generate(trained.model, prompt, new_tokens, temperature=0.0))[0]
+    other = torch_ref.generation.sampling.generate(theirs, prompt, new_tokens, temperature=0.0)[0].numpy()
+    different = np.flatnonzero(ours != other)
+    note = ""
+    if different.size:
+        place = int(different[0])
+        tie = _grade_of_the_gap(theirs, ours[:place][-trained.config.max_len :], int(ours[place]), int(other[place]))
+        note = "" if tie <= tolerances.reference_limit() else f"token {place}: flax {ours[place]}, torch {other[place]}"
+    return Row(f"greedy tokens ({new_tokens})", "exact", {}, {}, {}, 0.0, note=note)
+
+
+def _grade_of_the_gap(theirs: oracle.torch.nn.Module, text: np.ndarray, one: int, other: int) -> float:
+    wide = oracle.in_float64(theirs)
+
+    def gap() -> dict[str, np.ndarray]:
+        logits = wide(oracle.torch.from_numpy(text[None].astype(np.int64)))[0][0, -1].detach()
+        return {"gap": (logits[one] - logits[other]).numpy()}
+
+    return tolerances.grade(gap()["gap"], tolerances.scatter(gap)["gap"], "float32")
