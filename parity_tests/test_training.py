@@ -87,7 +87,7 @@ def test_the_loss_of_half_precision_logits_is_float32(dtype: str) -> None:
 @given(
     schedule=st.sampled_from(["constant", "warmup_cosine"]),
     warmup=st.integers(0, 30),
-    total=st.integers(1, 40),
+    total=st.sampled_from([1, 2, 7, 40]),  # few, since each is compiled
     ratio=st.floats(0, 1),
     lr=st.floats(1e-5, 1.0),
 )
