@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any, Literal, Self, get_args
 
@@ -373,7 +374,37 @@ class SampleConfig(_Config):
         require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "must lie in (0, 1]")
 
 
+@dataclasses.dataclass(frozen=True)
+class BeamConfig(_Config):
+    """How a beam search is carried out (Graves 2012; Sutskever et al. 2014, section 3.2). A hypothesis scores log P / length ** length_exponent, its
+    length counted in new tokens, the end included."""
+
+    beams: int = 4
+    """Unfinished hypotheses kept at each step; 1 is greedy search, which ends at the first end."""
+    n_best: int = 1
+    """Finished hypotheses returned, best first; at most beams."""
+    length_exponent: float = 1.0
+    """The length penalty as log P / length ** this: 0 is log P, which favours the short, 1 the mean over tokens, more favours the long."""
+    early_stopping: bool | Literal["never"] = False
+    """When `beams` hypotheses are finished: True stops; False stops unless an unfinished one, ended now, would beat the worst of them; 'never' stops
+    when no unfinished one can beat it whatever follows."""
+    no_repeat_ngram: int = 0
+    """No sequence of this many tokens occurs twice in a hypothesis, prompt included; 0 bans nothing."""
+
+    def __post_init__(self) -> None:
+        for name, smallest in (("beams", 1), ("n_best", 1), ("no_repeat_ngram", 0)):
+            value = getattr(self, name)
+            integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+            require(integer and value >= smallest, name, value, f"must be an integer of at least {smallest}")
+        require(self.n_best <= self.beams, "n_best", self.n_best, f"must be at most beams = {self.beams}")
+        number = isinstance(self.length_exponent, numbers.Real) and not isinstance(self.length_exponent, bool)
+        require(number and math.isfinite(self.length_exponent), "length_exponent", self.length_exponent, "must be a finite number")
+        known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        require(known, "early_stopping", self.early_stopping, "must be True, False or 'never'")
+
+
 __all__ = [
+    "BeamConfig",
     "EncoderConfig",
     "EncoderDecoderConfig",
     "GPTConfig",

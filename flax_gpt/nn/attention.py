@@ -77,8 +77,12 @@ class MultiHeadAttention(nnx.Module):
         return self.merge(out), keys, values
 
     def read(self, x: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array | None) -> jax.Array:
-        """Cross-attention of x (B, T, D) to keys and values (B, S, K, Dh) that were computed once."""
-        return self.merge(attend(self.queries(x), keys, values, kv_lengths=lengths))
+        """Cross-attention of x (B, T, D) to keys and values (B, S, K, Dh) that were computed once.
+
+        x may have n rows, one after the other, for each of theirs, (B·n, T, D), as the beams of a search do: nothing is copied for them.
+        """
+        grouped = x.reshape(keys.shape[0], -1, x.shape[-1])
+        return self.merge(attend(self.queries(grouped), keys, values, kv_lengths=lengths)).reshape(x.shape)
 
     def queries(self, x: jax.Array, rotation: Rotation | None = None) -> jax.Array:
         """x (B, T, D) → (B, T, H, Dh), rotated."""
