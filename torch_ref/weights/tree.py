@@ -136,7 +136,7 @@ def _numpy(tensor: Tensor) -> np.ndarray:
 
 
 def _tensor(array: Any) -> Tensor:
-    array = np.ascontiguousarray(array)
+    array = np.asarray(array, order="C")  # ascontiguousarray would make a scalar (1,)
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(array.copy())
