@@ -4,12 +4,14 @@
 Exit status: 0 done, 1 the check or the run failed, 2 bad usage or bad input, 130 interrupted, 141 the reader of the output went away.
 """
 
+import importlib
 import io
 import os
 import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
@@ -121,6 +123,19 @@ def heading(number: int, samples: int) -> str:
     return f"--- sample {number} of {samples} ---\n" if samples > 1 else ""
 
 
+def parity(run: Run, data: Data = None, /) -> None:
+    """Loads a run into PyTorch and compares maps, logits, gradients, an optimizer step and generated tokens on its text; fails when they differ.
+
+    Args:
+        run: Folder of a run.
+        data: A UTF-8 file or a folder to compare on; left out: the text that the run was trained on.
+    """
+    report = beside_torch("parity_tests.run_parity", "parity").run(run, data)
+    report.print()
+    if not report.ok:
+        raise RunError(report.summary())
+
+
 def figures_attention(run: Run, /, *, text: str, out: Path | None = None) -> None:
     """Draws what a run's model attends to in a text: every layer's mean over its heads, and every head of the last layer.
 
@@ -148,19 +163,24 @@ def convert(
         out: The file to write.
     """
     require(out.suffix == ".safetensors", "OUT", str(out), "must end in .safetensors")
-    try:
-        import torch_ref.weights.convert as torch_convert
-    except ModuleNotFoundError as error:
-        require(error.name != "torch", "FILE", str(file), "needs PyTorch to be read: pip install 'flax-gpt[torch]'")
-        raise
-    torch_convert.convert(file, out)
+    beside_torch("torch_ref.weights.convert", "convert").convert(file, out)
     print(out)
+
+
+def beside_torch(module: str, command: str) -> ModuleType:
+    """A module on the other side of the wall. Raises InputError where PyTorch is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        require(error.name != "torch", "COMMAND", command, "needs PyTorch: pip install 'flax-gpt[torch]'")
+        raise
 
 
 COMMANDS: dict[str, Command] = {
     "train": train,
     "generate": generate,
     "evaluate": evaluate,
+    "parity": parity,
     "figures attention": figures_attention,
     "convert": convert,
 }

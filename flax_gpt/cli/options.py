@@ -66,9 +66,9 @@ def _read(record: Path) -> dict[str, Any]:
 def _value(arguments: Sequence[str], option: str) -> str | None:
     """What follows the last `option`, as `--option value` or `--option=value`."""
     found = None
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
-        if argument == option:
-            found = following
+    for place, argument in enumerate(arguments):
+        if argument == option and place + 1 < len(arguments):
+            found = arguments[place + 1]
         elif argument.startswith(f"{option}="):
             found = argument.partition("=")[2]
     return found
