@@ -194,7 +194,7 @@ class GPTConfig(TransformerConfig):
 GPT_PRESETS: dict[str, dict[str, Any]] = {
     "minigpt": {},
     "original": dict(d_model=64, num_heads=4, num_layers=3, d_ff=256, double_attention_dropout=True, init="torch"),
-    "demo": dict(d_model=128, num_heads=4, num_layers=3, d_ff=512, max_len=64),
+    "demo": dict(d_model=128, num_heads=4, num_layers=2, d_ff=512, max_len=48, dropout=0.05),
     "llama": dict(
         positions="rope_half", norm="rms_norm", activation="silu", gated=True, feed_forward_bias=False, scale_embeddings=False, norm_eps=1e-6
     ),
@@ -353,7 +353,7 @@ TRAIN_PRESETS: dict[str, dict[str, Any]] = {
         held_out=0.0,
         optimizer=dict(lr=3e-3, schedule="constant", weight_decay=0.01, decay="all", clip=1.0),
     ),
-    "demo": dict(batch_size=32, steps=400, eval_interval=100, checkpoint_interval=200, optimizer=dict(lr=3e-3, warmup_steps=40)),
+    "demo": dict(batch_size=12, steps=2000, checkpoint_interval=500, optimizer=dict(lr=2e-3, warmup_steps=60, beta2=0.99)),
 }
 
 
