@@ -1,6 +1,6 @@
 """Problems for attention: the grid of sizes and features, a covering array of it, and how to run a problem through each package."""
 
-import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 import flax_gpt.kernels.api
 import torch_ref.kernels.api
-from parity_tests.attention_oracle import Problem
+from parity_tests.attention_oracle import Answer, Problem, solve
 
 LENGTHS = (1, 7, 63, 64, 65, 127, 128, 129, 500, 1024)
 
@@ -37,7 +37,22 @@ GRID: dict[str, tuple[Any, ...]] = {
 Row = dict[str, Any]
 
 
-def covering(grid: Mapping[str, Sequence[Any]], allowed: Any = None) -> list[Row]:
+SMALL_GRID = GRID | {
+    "queries": (1, 40, 130),
+    "keys": (1, 63, 128, 150),
+    "width": (8, 24, 128),
+    "group": (1, 2),
+    "dtype": ("float32", "bfloat16"),
+    "bias": ("none", "whole"),
+}
+"""For kernels that a host without their device must interpret: every feature, tiles and tails, in less time."""
+
+WHOLE = dict(queries=9, keys=9, width=8, group=2, kv_heads=2, limits="none", offset="start", mask="none", bias="none", lengths=False, dropout=0.0,
+             value_width="same", dtype="float32")  # fmt: skip
+"""A plain row, to be changed in one place."""
+
+
+def covering(grid: Mapping[str, Sequence[Any]]) -> list[Row]:
     """Rows in which every pair of values of two factors occurs (Cohen et al. 1997, "The AETG system", the greedy construction; deterministic)."""
     names = sorted(grid)
     pairs = {
@@ -48,16 +63,17 @@ def covering(grid: Mapping[str, Sequence[Any]], allowed: Any = None) -> list[Row
     while pairs:
         (a, x), (b, y) = min(pairs, key=order.__getitem__)
         chosen = {a: x, b: y}
+        gain = functools.partial(_gain, pairs, chosen, len(rows))
         for name in sorted(set(names) - {a, b}, key=lambda name: -len(grid[name])):
-
-            def gain(value: int, name: str = name) -> tuple[int, int]:
-                covered = sum(tuple(sorted([(name, value), item])) in pairs for item in chosen.items())
-                return covered, -((value + len(rows)) % len(grid[name]))
-
-            chosen[name] = max(range(len(grid[name])), key=gain)
+            chosen[name] = max(range(len(grid[name])), key=lambda value: gain(name, value))
         pairs -= set(itertools.combinations(sorted(chosen.items()), 2))
         rows.append({name: grid[name][chosen[name]] for name in names})
     return rows
+
+
+def _gain(pairs: set[Any], chosen: dict[str, int], turn: int, name: str, value: int) -> tuple[int, int]:
+    """How many pairs are still open that `value` would cover; among equals a different value each turn."""
+    return sum(tuple(sorted([(name, value), item])) in pairs for item in chosen.items()), -((value + turn) % 7)
 
 
 def product(grid: Mapping[str, Sequence[Any]], seed: int = 0) -> Iterator[Row]:
@@ -77,7 +93,7 @@ def build(row: Row, seed: int = 0) -> Problem:
     H = K * row["group"]
     B = 1 if T * S * H > 1 << 20 else 2
     Dv = D if row["value_width"] == "same" else D // 2 + 3
-    dtype = numpy_dtype(row["dtype"])
+    dtype = _numpy_dtype(row["dtype"])
     draw = lambda *shape: rng.normal(size=shape).astype(dtype)
     limits = row["limits"]
     window = {"window": (5, 3), "window_left": (70, None), "causal_window": (9, 40)}.get(limits)
@@ -112,7 +128,7 @@ def build(row: Row, seed: int = 0) -> Problem:
     )
 
 
-def numpy_dtype(name: str) -> Any:
+def _numpy_dtype(name: str) -> Any:
     return ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
 
 
@@ -135,7 +151,8 @@ def run_jax(problem: Problem, implementation: str, *, weights: bool = False) -> 
         return jax.grad(loss, argnums=(0, 1, 2) if bias is None else (0, 1, 2, 3), has_aux=True)(q, k, v, bias)
 
     d_lse = problem.d_lse.astype(wide)
-    gradients, (out, lse, *maps) = jax.jit(program)(problem.q, problem.k, problem.v, problem.bias, problem.d_out, d_lse, arrays)
+    with jax.numpy_dtype_promotion("strict"):
+        gradients, (out, lse, *maps) = jax.jit(program)(problem.q, problem.k, problem.v, problem.bias, problem.d_out, d_lse, arrays)
     found = dict(out=out, lse=lse, **dict(zip(("dq", "dk", "dv", "dbias"), gradients, strict=False)), **dict(zip(("weights",), maps, strict=False)))
     return {name: np.asarray(value) for name, value in found.items()}
 
@@ -164,5 +181,14 @@ def to_numpy(x: torch.Tensor) -> np.ndarray:
     return (x.float() if x.dtype == torch.bfloat16 else x).detach().numpy()
 
 
-def replace(problem: Problem, **changes: Any) -> Problem:
-    return dataclasses.replace(problem, **changes)
+def worst(problem: Problem, found: Mapping[str, np.ndarray], answers: Mapping[str, Answer]) -> dict[str, float]:
+    """The excess of each result over its limit; at most 1 where rounding explains the error."""
+    return {name: answers[name].excess(value.reshape(answers[name].value.shape)) for name, value in found.items()}
+
+
+def check(problem: Problem, found: Mapping[str, np.ndarray], *, partly: bool = False) -> None:
+    """Fails with the name of every result that is further from the oracle than rounding explains, or, unless `partly`, was not computed."""
+    wanted = {"out", "lse", "dq", "dk", "dv"} | ({"dbias"} if problem.bias is not None else set())
+    assert partly or wanted <= set(found), f"not computed: {wanted - set(found)}"
+    excess = worst(problem, found, solve(problem, str(problem.q.dtype)))
+    assert max(excess.values()) <= 1.0, {name: f"{value:.3g} times its limit" for name, value in excess.items() if value > 1.0}

@@ -40,7 +40,7 @@ def attend(case: Case, q: Array, k: Array, v: Array, given: Inputs) -> tuple[Arr
     powers = jnp.exp(scores - peak)
     total = jnp.sum(powers, axis=-1, keepdims=True)
     nothing = total == 0.0
-    weights = powers / jnp.where(nothing, 1.0, total)
+    weights = jnp.where(seen | ~some, powers / jnp.where(nothing, 1.0, total), 0.0)
     lse = jnp.where(nothing | ~some, -jnp.inf, peak + jnp.log(jnp.where(nothing, 1.0, total)))
 
     dropped = weights

@@ -33,7 +33,7 @@ def attend(case: Case, q: Tensor, k: Tensor, v: Tensor, given: Inputs) -> tuple[
     powers = torch.exp(scores - peak)
     total = torch.sum(powers, dim=-1, keepdim=True)
     nothing = total == 0.0
-    weights = powers / torch.where(nothing, 1.0, total)
+    weights = torch.where(seen | ~some, powers / torch.where(nothing, 1.0, total), 0.0)
     lse = torch.where(nothing | ~some, -torch.inf, peak + torch.log(torch.where(nothing, 1.0, total)))
 
     dropped = weights

@@ -1,0 +1,107 @@
+"""Every implementation of attention against the float64 oracle: output, lse, weights and each gradient by name."""
+
+import dataclasses
+import os
+
+import jax
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_gpt.kernels import blocked
+from parity_tests.attention_cases import GRID, SMALL_GRID, WHOLE, build, check, covering, product, run_jax, run_torch
+
+ROWS = covering(GRID)
+SMALL_ROWS = covering(SMALL_GRID)
+
+
+def _name(row: dict) -> str:
+    return "-".join(str(value) for value in row.values())
+
+
+def test_the_covering_array_covers_every_pair() -> None:
+    for a in GRID:
+        for b in GRID:
+            assert {(row[a], row[b]) for row in ROWS} == {(x, y) if a != b else (x, x) for x in GRID[a] for y in GRID[b]}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=_name)
+@pytest.mark.parametrize("implementation", ["dense", "blocked"])
+def test_grid(implementation: str, row: dict) -> None:
+    problem = build(row, ROWS.index(row))
+    check(problem, run_jax(problem, implementation, weights=implementation == "dense" and row["width"] % 16 == 0))
+
+
+@pytest.mark.parametrize("row", SMALL_ROWS, ids=_name)
+def test_grid_pallas_tpu_interpreted(row: dict) -> None:
+    problem = build(row, SMALL_ROWS.index(row))
+    check(problem, run_jax(problem, "pallas_tpu"))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=_name)
+def test_grid_torch(row: dict) -> None:
+    problem = build(row, ROWS.index(row))
+    check(problem, run_torch(problem, weights=True))
+
+
+@pytest.mark.slow
+def test_product() -> None:
+    """The whole grid, in an order that mixes it; KERNEL_PRODUCT = number of rows cuts it short."""
+    limit = int(os.environ.get("KERNEL_PRODUCT", "0")) or None
+    for n, row in enumerate(product(GRID)):
+        if n == limit:
+            break
+        problem = build(row, n)
+        for implementation in ("dense", "blocked"):
+            check(problem, run_jax(problem, implementation))
+
+
+PROBLEMS = st.fixed_dictionaries(
+    {
+        **{name: st.sampled_from(GRID[name]) for name in ("limits", "offset", "mask", "bias", "lengths", "dropout", "value_width", "kv_heads")},
+        **{"queries": st.integers(1, 40), "keys": st.integers(1, 60), "width": st.integers(1, 20), "group": st.integers(1, 3)},
+        "dtype": st.just("float64"),
+    }
+)
+
+
+@settings(max_examples=100)
+@given(PROBLEMS, st.integers(0, 1 << 20))
+def test_any_problem_torch(row: dict, seed: int) -> None:
+    problem = build(row, seed)
+    check(problem, run_torch(problem, weights=True))
+
+
+@settings(max_examples=12)
+@given(PROBLEMS, st.integers(0, 1 << 20))
+def test_any_problem_in_small_tiles(row: dict, seed: int) -> None:
+    """float64 leaves no room for a small mistake, small tiles make every loop run more than once."""
+    before = blocked.SIZES
+    blocked.SIZES = ((1 << 62, 16, 16, 2),)
+    try:
+        with jax.enable_x64(True):
+            problem = build(row, seed)
+            check(problem, run_jax(problem, "blocked"))
+    finally:
+        blocked.SIZES = before
+
+
+@settings(max_examples=8)
+@given(PROBLEMS, st.integers(0, 1 << 20))
+def test_any_problem_dense(row: dict, seed: int) -> None:
+    with jax.enable_x64(True):
+        problem = build(row, seed)
+        check(problem, run_jax(problem, "dense", weights=True))
+
+
+@pytest.mark.parametrize("fill", ["uniform", "nan"])
+def test_fills_of_the_originals(fill: str) -> None:
+    problem = dataclasses.replace(build(WHOLE | {"mask": "empty_rows", "dtype": "float64"}, 3), empty_rows=fill)
+    with jax.enable_x64(True):
+        check(problem, run_jax(problem, "dense", weights=True))
+    check(problem, run_torch(problem, weights=True))
+    scores = np.einsum("bthd,bshd->bhts", problem.q, np.repeat(problem.k, 2, axis=2)) * problem.q.shape[-1] ** -0.5
+    masked = torch.from_numpy(scores).masked_fill(~torch.from_numpy(problem.mask), -1e9 if fill == "uniform" else -torch.inf)
+    check(problem, {"weights": torch.softmax(masked, dim=-1).numpy()}, partly=True)
