@@ -1,6 +1,7 @@
 """The sinusoidal table: all of it, some rows (positions) and some columns over positions."""
 
 import dataclasses
+import math
 
 from flax_gpt.errors import require
 from flax_gpt.experiments.result import Result
@@ -28,7 +29,7 @@ def run(seed: int = 0, *, length: int = 100, d_model: int = 64) -> Positions:
     require(length >= 2, "length", length, "must be at least 2")
     require(d_model >= 2, "d_model", d_model, "must be at least 2")
     table = sinusoidal_table(length, d_model)
-    rows = sorted({0, length // 10, length // 4, length // 2})
+    rows = sorted({length // 20, length // 4, length // 2})
     columns = sorted({0, d_model // 16 * 2, d_model // 8 * 2, d_model // 4 * 2} - {d_model})
-    wavelengths = [2 * 3.141592653589793 * 10000.0 ** (column / d_model) for column in columns]
+    wavelengths = [2 * math.pi * 10000.0 ** (column / d_model) for column in columns]
     return Positions(seed, length, d_model, table.tolist(), rows, columns, wavelengths)

@@ -1,7 +1,7 @@
 """How many directions an attention map has: the spectra of one head's map and of H narrower heads' maps.
 
-The scores Q Kᵀ have rank ≤ Dh; the softmax is not linear, and its rows are as a rule independent, so the maps have rank near T whatever Dh is (Bhojanapalli
-et al. 2020, "Low-rank bottleneck in multi-head attention models", is about the scores). What differs is how fast the spectrum falls.
+The scores Q Kᵀ have rank ≤ Dh (Bhojanapalli et al. 2020, "Low-rank bottleneck in multi-head attention models"). The softmax is not linear and
+its rows are as a rule independent, so that the maps have a rank near T whatever Dh is; what differs is how fast the spectrum falls.
 """
 
 import dataclasses

@@ -85,9 +85,7 @@ def run(
 
 
 def model_config(letters: int, length: int, d_model: int, heads: int, layers: int) -> GPTConfig:
-    return GPTConfig(
-        vocab_size=letters + 1, d_model=d_model, num_heads=heads, num_layers=layers, d_ff=2 * d_model, max_len=2 * length, dropout=0.0
-    )
+    return GPTConfig(vocab_size=letters + 1, d_model=d_model, num_heads=heads, num_layers=layers, d_ff=2 * d_model, max_len=2 * length, dropout=0.0)
 
 
 def make_model(config: GPTConfig, sharing: str, seed: int) -> MiniGPT:
