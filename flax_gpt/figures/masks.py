@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 
 from flax_gpt.experiments.masks import Masks
@@ -22,12 +23,11 @@ def draw(numbers: Masks, out_path: str | os.PathLike[str]) -> Path:
     }
     panels = []
     for kind, rows in numbers.kinds.items():
-        for row, mask in enumerate(rows):
+        for row, rows_mask in enumerate(rows):
             note = f", {numbers.lengths[row]} real tokens" if len(rows) > 1 else notes.get(kind, "")
-            panels.append((kind + note, np.asarray(mask), numbers.visible[kind][row]))
+            panels.append((kind + note, np.asarray(rows_mask), numbers.visible[kind][row]))
     with style.labels(""):
-        figure = Figure(figsize=(14.4, 8.9), layout="constrained")
-        figure.get_layout_engine().set(hspace=0.06)
+        figure = Figure(figsize=(14.4, 8.9), layout=ConstrainedLayoutEngine(hspace=0.06))
         grid = figure.subplots(2, -(-len(panels) // 2))
         for axes, (title, mask, visible) in zip(grid.flat, panels, strict=True):
             axes.imshow(mask, cmap=ListedColormap([parts.HIDDEN, SEEN]), vmin=0, vmax=1, interpolation="nearest")

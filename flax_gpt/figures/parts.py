@@ -1,11 +1,11 @@
 """Parts that several pictures have: heat maps with the colour scale that fits their data, bars with their values, tidy axes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import FigureBase
 
 COLOURS = ("#4477aa", "#cc3311", "#228833", "#aa3377", "#997700")
 """For series side by side; told apart in common colour blindness (Tol's bright and vibrant sets)."""
@@ -44,7 +44,7 @@ def token_axes(axes: Axes, length: int) -> None:
     axes.set(xlabel="key position", ylabel="query position")
 
 
-def bars(axes: Axes, groups: Sequence[str], series: dict[str, Sequence[float]], *, pattern: str = "{:.2f}", fontsize: float = 8.5) -> None:
+def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Sequence[float]], *, pattern: str = "{:.2f}", fontsize: float = 8.5) -> None:
     """Bars side by side, a colour a series, their values on top."""
     width = 0.8 / len(series)
     for number, (name, values) in enumerate(series.items()):
@@ -76,5 +76,5 @@ def table(axes: Axes, header: Sequence[str], rows: Sequence[Sequence[str]], widt
             cell.set_height(cell.get_height() * (0.4 + 0.6 * lines))
 
 
-def colour_bar(figure: Figure, image: Any, axes: Any, label: str) -> None:
+def colour_bar(figure: FigureBase, image: Any, axes: Any, label: str) -> None:
     figure.colorbar(image, ax=axes, pad=0.02, aspect=25, fraction=0.05).set_label(label)
