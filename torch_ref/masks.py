@@ -30,10 +30,15 @@ def causal_mask(T: int, S: int | None = None, offset: Any = None) -> Tensor:
 
 
 def window_mask(T: int, S: int | None = None, offset: Any = None, *, window: tuple[int | None, int | None]) -> Tensor:
-    """Each query sees `window` = (left, right) neighbours beside itself; None leaves that side open. Shapes as in causal_mask."""
+    """Each query sees `window` = (left, right) neighbours beside itself; None leaves that side open. Shapes as in causal_mask.
+
+    Raises InputError for a negative side.
+    """
     queries, keys = _positions(T, S, offset)
     distance = keys - queries
     left, right = window
+    for side in window:
+        require(side is None or side >= 0, "window", window, "must be (left, right), integers of at least 0 or None for an open side")
     mask = torch.ones_like(distance, dtype=torch.bool)
     if left is not None:
         mask = mask & (distance >= -left)
@@ -59,20 +64,24 @@ def combined_mask(lengths: Any, T: int) -> Tensor:
 
 
 def permutation_mask(order: Any) -> Tensor:
-    """Position p sees the positions that stand before p in `order`: (T, T) (XLNet: Yang et al. 2019, section 2.2).
+    """Position p sees the positions that stand before p in `order` (XLNet: Yang et al. 2019, section 2.2).
 
-    The first position in the order sees nothing. Raises InputError when `order` is not a permutation of 0 … T - 1.
+    (T, T) for one order (T,), (B, 1, T, T) for an order a row (B, T), both known on the host. The first position in an order sees nothing: for
+    [2, 0, 3, 1] position 3 sees 2 and 0, and 2 sees none. Raises InputError when an order is not a permutation of 0 … T - 1.
     """
     order = np.asarray(order)
-    is_permutation = order.ndim == 1 and order.size >= 1 and np.array_equal(np.sort(order), np.arange(order.size))
-    require(is_permutation, "order", order.tolist(), "must be a permutation of 0 … T - 1")
-    rank = np.argsort(order)
-    return torch.from_numpy(rank[None, :] < rank[:, None])
+    integers = order.ndim in (1, 2) and order.size >= 1 and np.issubdtype(order.dtype, np.integer)
+    is_permutation = integers and bool((np.sort(order, axis=-1) == np.arange(order.shape[-1])).all())
+    require(is_permutation, "order", order.tolist(), "must be a permutation of 0 … T - 1, or one a row")
+    rank = np.argsort(order, axis=-1)
+    mask = rank[..., None, :] < rank[..., :, None]
+    return torch.from_numpy(mask if order.ndim == 1 else mask[:, None])
 
 
 def bidirectional_mask(T: int, S: int | None = None) -> Tensor:
     """Everything sees everything: (T, S)."""
     require(T >= 1, "T", T, "must be at least 1")
+    require(S is None or S >= 1, "S", S, "must be at least 1")
     return torch.ones(T, S or T, dtype=torch.bool)
 
 

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -22,7 +23,8 @@ def draw(numbers: MaskGradients, out_path: str | os.PathLike[str]) -> Path:
     limit = max(float(np.max(numbers.influence[kind])) for kind in kinds)
     with style.labels(""):
         figure = Figure(figsize=(15, 7.4), layout="constrained")
-        above, below = np.ravel(figure.subfigures(2, 1, height_ratios=[1, 1.05]))
+        halves: Any = figure.subfigures(2, 1, height_ratios=[1, 1.05])
+        above, below = halves
         grid = above.subplots(1, len(kinds))
         for axes, kind in zip(grid, kinds, strict=True):
             image = parts.heat(axes, numbers.influence[kind], signed=False, limit=limit, hidden=np.asarray(numbers.influence[kind]) == 0)

@@ -3,8 +3,8 @@
 import math
 import os
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
@@ -19,7 +19,8 @@ def draw(numbers: Sharing, out_path: str | os.PathLike[str]) -> Path:
     guess = math.log(numbers.letters)
     with style.labels(""):
         figure = Figure(figsize=(14.5, 8.4), layout="constrained")
-        above, below = np.ravel(figure.subfigures(2, 1, height_ratios=[1, 1]))
+        halves: Any = figure.subfigures(2, 1, height_ratios=[1, 1])
+        above, below = halves
         left, right = above.subplots(1, 2, width_ratios=[1, 1.15])
         for colour, (name, variant) in zip(parts.COLOURS, numbers.variants.items(), strict=False):
             left.plot(variant.train["step"], variant.train["loss"], color=colour, linewidth=1.5, label=NAMES[name])
