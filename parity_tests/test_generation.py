@@ -18,7 +18,7 @@ import flax_gpt.random
 import torch_ref.generation.draws
 import torch_ref.generation.sampling
 import torch_ref.random
-from flax_gpt.config import GPTConfig
+from flax_gpt.config import GPTConfig, RopeConfig
 from flax_gpt.errors import InputError, RunError
 from flax_gpt.generation import draws, sampling
 from flax_gpt.generation.cache import init_cache
@@ -105,6 +105,17 @@ def test_both_frameworks_draw_the_same_tokens_with_and_without_cache(ours, their
             new = row[length:end]
             assert 7 in new
             assert (new[np.argmax(new == 7) :] == 7).all()
+
+
+def test_a_dynamic_scaling_holds_for_the_whole_generation():
+    """Two layers, prompts within the trained length, texts far beyond it and beyond the window: rows, cache and packages agree."""
+    rope = RopeConfig(scaling="dynamic_ntk", factor=2.0, trained_len=6)
+    config = dataclasses.replace(CONFIG, num_layers=2, positions="rope_half", rope=rope)
+    norm = {"final_norm.weight": np.random.default_rng(1).normal(0, 0.6, 16).astype(np.float32)}
+    model = oracle.flax_model(config, torch_weights(oracle.flax_model(config)) | norm)
+    tokens = written(model, PROMPTS, NEW, lengths=LENGTHS)
+    assert np.array_equal(tokens, written(model, PROMPTS, NEW, lengths=LENGTHS, use_cache=False))
+    assert np.array_equal(tokens, reference(oracle.torch_model(config, torch_weights(model)), PROMPTS, NEW, lengths=LENGTHS))
 
 
 def test_a_row_of_a_padded_batch_equals_the_row_alone(ours):

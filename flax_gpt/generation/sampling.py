@@ -28,6 +28,7 @@ class State(NamedTuple):
     tokens: Array  # (B, L) int32
     lengths: Array  # (B,) int32
     before: Array  # (B,) int32: tokens of the prompt that no window reaches any more
+    spans: Array  # (B,) int32: how many positions are ever fed, for a dynamic RoPE scaling: one for the whole generation, as cached keys ask
     made: Array  # () int32
     done: Array  # (B,) bool: has drawn eos
     finite: Array  # () bool: every logit so far was
@@ -143,7 +144,8 @@ def _produce(model: Any, prompts: list[np.ndarray], stops: list[int], method: Me
     for row, prompt in zip(tokens, seen, strict=True):
         row[: len(prompt)] = prompt
     graph, weights = nnx.split(model)
-    state = _start(graph, weights, tokens, lengths, before, room=bucket(stops[-1]), use_cache=use_cache)
+    spans = np.minimum(lengths + np.int32(stops[-1] - 1), np.int32(max_len))
+    state = _start(graph, weights, tokens, lengths, before, spans, room=bucket(stops[-1]), use_cache=use_cache)
     for stop in stops:
         state = _advance(graph, weights, state, rule, np.int32(stop), method=method)
         count = int(state.made)
@@ -158,15 +160,17 @@ def _produce(model: Any, prompts: list[np.ndarray], stops: list[int], method: Me
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "room", "use_cache"))
-def _start(graph: nnx.GraphDef, weights: nnx.State, tokens: Array, lengths: Array, before: Array, *, room: int, use_cache: bool) -> State:
+def _start(
+    graph: nnx.GraphDef, weights: nnx.State, tokens: Array, lengths: Array, before: Array, spans: Array, *, room: int, use_cache: bool
+) -> State:
     """The state before the first new token: the padded prompts, and the cache that they fill. What padding writes there lies beyond `lengths`."""
     B, width = tokens.shape
     cache = None
     if use_cache:
         model = _evaluating(graph, weights)
-        _, cache = model.step(tokens, init_cache(model.config, B, min(model.config.max_len, width + room)))
+        _, cache = model.step(tokens, init_cache(model.config, B, min(model.config.max_len, width + room), spans))
     tokens = jnp.pad(tokens, ((0, 0), (0, room)))
-    return State(tokens, lengths, before, jnp.int32(0), jnp.zeros(B, bool), jnp.bool_(True), cache)
+    return State(tokens, lengths, before, spans, jnp.int32(0), jnp.zeros(B, bool), jnp.bool_(True), cache)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "method"), donate_argnames="state")
@@ -197,7 +201,7 @@ def _advance(graph: nnx.GraphDef, weights: nnx.State, state: State, rule: Rule, 
     def recomputed(s: State) -> State:
         length = s.lengths + s.made
         start = jnp.maximum(length - width, 0)
-        logits, _ = model(jnp.take_along_axis(s.tokens, start[:, None] + jnp.arange(width), axis=1))
+        logits, _ = model(jnp.take_along_axis(s.tokens, start[:, None] + jnp.arange(width), axis=1), span=s.spans)
         return append(s, logits[rows, length - start - 1])
 
     def more(s: State) -> Array:

@@ -41,8 +41,9 @@ def generate(
     model.eval()
     try:
         for b, text in enumerate(prompts):
+            span = min(len(text) + max_new_tokens - 1, config.max_len)
             for _ in range(max_new_tokens):
-                logits = model(text[None, -config.max_len :])[0][:, -1]
+                logits = model(text[None, -config.max_len :], span=span)[0][:, -1]
                 logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
                 if not torch.isfinite(logits).all():
                     raise RunError(f"the logits of token {len(text)} are not finite: the weights are damaged or the dtype overflows")
