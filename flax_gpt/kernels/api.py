@@ -25,6 +25,7 @@ HOMES = {
     "dense": "flax_gpt.kernels.dense",
     "blocked": "flax_gpt.kernels.blocked",
     "pallas_tpu": "flax_gpt.kernels.pallas_tpu",
+    "pallas_gpu": "flax_gpt.kernels.pallas_gpu",
 }
 """Implementation → module. Each has refusal(case) and attend(case, q, k, v, inputs) -> (out, weights | None, lse | None)."""
 
