@@ -53,7 +53,7 @@ def window_mask(T: int, S: int | None = None, offset: Any = None, *, window: tup
 
 
 def padding_mask(lengths: Any, S: int) -> Array:
-    """Only the first lengths[b] keys of row b are seen: (B, 1, 1, S) from lengths (B,) integers.
+    """Only the first lengths[b] keys of row b are seen: (B, 1, 1, S) from lengths (B,) integers; any batch, where the original's helper raises.
 
     Raises InputError when lengths known on the host lie outside [0, S]; traced ones are clamped.
     """
@@ -70,7 +70,7 @@ def permutation_mask(order: Any) -> Array:
     """Position p sees the positions that stand before p in `order` (XLNet: Yang et al. 2019, section 2.2).
 
     (T, T) for one order (T,), (B, 1, T, T) for an order a row (B, T), both known on the host. The first position in an order sees nothing: for
-    [2, 0, 3, 1] position 3 sees 2 and 0, and 2 sees none. Raises InputError when an order is not a permutation of 0 … T - 1.
+    [2, 0, 3, 1] position 3 sees 2 and 0 (as the original's function has it; its printed example differs). Raises InputError when an order is not a permutation of 0 … T - 1.
     """
     order = np.asarray(order)
     integers = order.ndim in (1, 2) and order.size >= 1 and np.issubdtype(order.dtype, np.integer)

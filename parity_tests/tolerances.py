@@ -194,13 +194,23 @@ def _norms(func: Any, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) ->
     return [(x.numel() / 4, x.square().sum()) for x in tensors]
 
 
+def _svd(func: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> list[Any]:
+    """Backward stable: every singular value of an n-column matrix is off by a modest multiple of u times the largest (Golub & Van Loan 2013, 8.6.1).
+
+    The multiple is √n / √18, that of a sum of n terms whose squares add up to n times the largest. Vectors are not judged.
+    """
+    values = torch.linalg.svdvals(x)
+    count, nothing = float(x.shape[-1]), torch.zeros((), dtype=x.dtype)
+    return [(0.0, nothing), (count, values[..., :1].square().expand_as(values)), (0.0, nothing)]
+
+
 def _rows(func: Any, grad: torch.Tensor, indices: torch.Tensor, *args: Any) -> list[Any]:
     return [(func(torch.ones_like(grad), indices, *args), func(grad.square(), indices, *args))]
 
 
 _SUMS: dict[str, Callable[..., list[Any]]] = {
     **dict(mm=_matmul, bmm=_matmul, mv=_matmul, dot=_matmul, addmm=_affine, baddbmm=_affine, sum=_sum, mean=_mean),
-    **dict(var=_var, var_mean=_var, linalg_vector_norm=_norm, _foreach_norm=_norms, embedding_dense_backward=_rows),
+    **dict(var=_var, var_mean=_var, linalg_vector_norm=_norm, _foreach_norm=_norms, embedding_dense_backward=_rows, _linalg_svd=_svd),
 }
 
 Values = Mapping[str, np.ndarray]

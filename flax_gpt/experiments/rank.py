@@ -2,6 +2,7 @@
 
 The scores Q Kᵀ have rank ≤ Dh (Bhojanapalli et al. 2020, "Low-rank bottleneck in multi-head attention models"). The softmax is not linear and
 its rows are as a rule independent, so that the maps have a rank near T whatever Dh is; what differs is how fast the spectrum falls.
+The original reports 54 of 128 for one head and 115 for eight together; here stands what is computed.
 """
 
 import dataclasses
