@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from flax_gpt import __version__
+from flax_gpt import __version__, figures
 from flax_gpt.cli.options import ModelOptions, train_defaults
 from flax_gpt.cli.usage import Command, UsageError, bind
 from flax_gpt.config import GPT_PRESETS, SampleConfig, TrainConfig
@@ -151,6 +151,22 @@ def figures_attention(run: Run, /, *, text: str, out: Path | None = None) -> Non
         print(path)
 
 
+def figures_of(name: str) -> Command:
+    """The command that runs one of the experiments of figures.EXPERIMENTS and draws it."""
+
+    def command(*, out: Path = Path("figures"), seed: int = 0) -> None:
+        for path in figures.draw(name, out, seed):
+            print(path)
+
+    command.__doc__ = f"""{figures.EXPERIMENTS[name]}
+
+    Args:
+        out: Folder of the picture and of the JSON file with its numbers.
+        seed: Of the draws and of the initial weights; the same seed gives the same numbers.
+    """
+    return command
+
+
 def convert(
     file: Annotated[Positional[Path], arg(metavar="FILE.pt")],
     out: Annotated[Positional[Path], arg(metavar="OUT.safetensors")],
@@ -176,18 +192,32 @@ def beside_torch(module: str, command: str) -> ModuleType:
         raise
 
 
+def demo(*, out: Path = Path("demo")) -> None:
+    """Trains on the shipped text, writes, draws, and compares the result with PyTorch; a few minutes on two cores.
+
+    Args:
+        out: Where a new numbered folder is made; nothing that lies there is touched.
+    """
+    run_parity = beside_torch("parity_tests.run_parity", "demo")
+    from flax_gpt.cli.demo import demo
+
+    demo(out, run_parity)
+
+
 COMMANDS: dict[str, Command] = {
     "train": train,
     "generate": generate,
     "evaluate": evaluate,
     "parity": parity,
     "figures attention": figures_attention,
+    **{f"figures {name}": figures_of(name) for name in figures.EXPERIMENTS},
     "convert": convert,
+    "demo": demo,
 }
 
 
 def overview(names: Iterable[str]) -> str:
-    rows = [f"  {name:<20}{(COMMANDS[name].__doc__ or '').splitlines()[0]}" for name in names]
+    rows = [f"  {name:<24}{(COMMANDS[name].__doc__ or '').splitlines()[0]}" for name in names]
     return "\n".join(["usage: flax-gpt COMMAND [OPTIONS]", "", *rows, "", "flax-gpt COMMAND --help explains a command's options."])
 
 

@@ -1,0 +1,91 @@
+"""The whole in one command: trains, writes, draws, and holds the result against PyTorch."""
+
+import itertools
+import json
+import time
+from pathlib import Path
+from types import ModuleType
+
+from rich.console import Console
+from rich.table import Table
+
+from flax_gpt.config import GPT_PRESETS, SampleConfig, TrainConfig
+from flax_gpt.errors import RunError
+from flax_gpt.figures import attention
+from flax_gpt.generation.sampling import stream
+from flax_gpt.random import key_from_seed
+from flax_gpt.training.loop import Run, train
+
+PROMPTS = {"chinese": "春天，", "english": "In the morning "}
+SENTENCES = {"chinese": "村子在河的东边，河从北边的山里来。", "english": "The river tells me the time."}
+NEW_TOKENS = 160
+SAMPLING = SampleConfig(temperature=0.6, top_k=20)
+
+
+def demo(out: Path, run_parity: ModuleType) -> None:
+    """Leaves everything in a new numbered folder of `out`; nothing that lies there is touched. Raises RunError when the frameworks differ."""
+    console = Console(highlight=False, soft_wrap=True)
+    began = time.monotonic()
+    folder = new_folder(out)
+
+    console.rule("1 of 4: train a GPT on the Chinese and English text that the package ships")
+    run = train(GPT_PRESETS["demo"], TrainConfig.preset("demo"), None, folder / "run")
+
+    console.rule("2 of 4: let it write")
+    (folder / "text.txt").write_text("".join(write(run, prompt) for prompt in PROMPTS.values()), encoding="utf-8")
+
+    console.rule("3 of 4: draw what it attends to")
+    pictures = {name: attention.draw(run, sentence, folder / f"attention-{name}") for name, sentence in SENTENCES.items()}
+
+    console.rule("4 of 4: compare it with PyTorch, tensor by tensor")
+    report = run_parity.run(run.folder)
+    with open(folder / "parity.txt", "w", encoding="utf-8") as file:
+        report.print(Console(file=file, width=140))
+    console.print(report.summary())
+
+    table = Table(title=f"{folder}: done in {time.monotonic() - began:.0f} seconds", title_justify="left", show_header=False)
+    for what, path in {
+        f"the run: {run.step} steps, {losses(run)}": run.folder,
+        "its loss curve": run.folder / "loss.png",
+        "what it wrote": folder / "text.txt",
+        **{f"what it attends to, {name}": paths[0].parent for name, paths in pictures.items()},
+        "equal to PyTorch" if report.ok else "[red]differs from PyTorch[/red]": folder / "parity.txt",
+    }.items():
+        table.add_row(what, str(path.relative_to(folder)))
+    console.print(table)
+    console.print(f"Go on with: flax-gpt generate {run.folder} --prompt '{PROMPTS['english']}'")
+    if not report.ok:
+        raise RunError(report.summary())
+
+
+def new_folder(out: Path) -> Path:
+    """Makes out/1, or the first number that is free."""
+    for number in itertools.count(1):
+        folder = out / str(number)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if not out.is_dir():
+                raise
+        else:
+            return folder
+    raise AssertionError
+
+
+def write(run: Run, prompt: str) -> str:
+    """Prints a continuation as it comes, and returns it with its prompt."""
+    print(prompt, end="", flush=True)
+    text = prompt
+    for (piece,) in stream(run.model, run.tokenizer, prompt, NEW_TOKENS, key=key_from_seed(0), **SAMPLING.to_dict()):
+        print(piece, end="", flush=True)
+        text += piece
+    print("\n")
+    return f"{text}\n\n"
+
+
+def losses(run: Run) -> str:
+    """The last of each loss in metrics.jsonl."""
+    last: dict[str, float] = {}
+    for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        last |= json.loads(line)
+    return f"loss {last['train_loss']:.2f}, held out {last['held_out_loss']:.2f}"
