@@ -29,6 +29,9 @@ LANE = 64
 WIDEST = 128
 """Largest head width: the two sums of the key kernel fill the registers of a warpgroup."""
 
+INTERPRET: Any = None
+"""Parameters of interpret mode, for tests on a host without such a GPU; jax keeps their class private."""
+
 
 def refusal(case: Case) -> str | None:
     """Why this implementation cannot serve `case`, or None."""
@@ -117,6 +120,7 @@ def _kernel(body: Callable[..., None], *, outputs: list[Any], grid: tuple[int, .
         grid_names=("row", "head", "tile"),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=INTERPRET,
     )
 
 
@@ -178,11 +182,10 @@ class _View:
 
     def seen(self, i: Any, j: Any, offset: Any, length: Any, queries_axis: int) -> Array:
         """What is visible in the tile of query tile i and key tile j; queries lie along `queries_axis`."""
-        iota = lambda axis: plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), axis, layout=plgpu.Layout.WGMMA)
-        keys = iota(1 - queries_axis) + j * TILE
+        keys = _iota(1 - queries_axis) + j * TILE
         seen = keys < length
         if self.right is not None or self.left is not None:
-            distance = keys - (iota(queries_axis) + (i * TILE + offset))
+            distance = keys - (_iota(queries_axis) + (i * TILE + offset))
             if self.right is not None:
                 seen &= distance <= self.right
             if self.left is not None:
@@ -226,7 +229,7 @@ def _query_kernel(view: _View, offsets: Any, lengths: Any, q: Any, k: Any, v: An
     _fetch(ready, (q.at[b, h, rows], q_s), (d_out.at[b, h, rows], d_s), (peaks.at[b, h, rows], peak_s), (inverses.at[b, h, rows], inverse_s),
            (throughs.at[b, h, rows], through_s))  # fmt: skip
     plgpu.barrier_wait(ready)
-    peak, inverse, through = (plgpu.load(x, (), layout=plgpu.Layout.WGMMA.reduce(1)) for x in (peak_s, inverse_s, through_s))
+    peak, inverse, through = (_load(x, 1) for x in (peak_s, inverse_s, through_s))
     fetch = lambda j, slot: _fetch(
         arrived.at[slot], (k.at[b, kv, pl.ds(j * TILE, TILE)], k_s.at[slot]), (v.at[b, kv, pl.ds(j * TILE, TILE)], v_s.at[slot])
     )
@@ -243,8 +246,9 @@ def _query_kernel(view: _View, offsets: Any, lengths: Any, q: Any, k: Any, v: An
     _write((q_s, d_q.at[b, h, rows]))
 
 
-def _key_kernel(view: _View, offsets: Any, lengths: Any, q: Any, k: Any, v: Any, d_out: Any, peaks: Any, inverses: Any, throughs: Any, d_k: Any,
-                d_v: Any, k_s: Any, v_s: Any, q_s: Any, d_s: Any, peak_s: Any, inverse_s: Any, through_s: Any, ready: Any, arrived: Any) -> None:  # fmt: skip
+def _key_kernel(view: _View, offsets: Any, lengths: Any, q: Any, k: Any, v: Any, d_out: Any, peaks: Any, inverses: Any, throughs: Any,
+                d_k: Any, d_v: Any, k_s: Any, v_s: Any, q_s: Any, d_s: Any, peak_s: Any, inverse_s: Any, through_s: Any,
+                ready: Any, arrived: Any) -> None:  # fmt: skip
     b, kv, j = (lax.axis_index(name) for name in ("row", "head", "tile"))
     offset, length = offsets[b], lengths[b]
     columns = pl.ds(j * TILE, TILE)
@@ -261,7 +265,7 @@ def _key_kernel(view: _View, offsets: Any, lengths: Any, q: Any, k: Any, v: Any,
 
     def step(n: Any, slot: Any, state: tuple[Array, Array]) -> tuple[Array, Array]:
         acc_k, acc_v = state
-        peak, inverse, through = (plgpu.load(x.at[slot], (), layout=plgpu.Layout.WGMMA.reduce(0)) for x in (peak_s, inverse_s, through_s))
+        peak, inverse, through = (_load(x.at[slot], 0) for x in (peak_s, inverse_s, through_s))
         seen = view.seen(tile_of(n), j, offset, length, 1)
         scores = _product(k_s, q_s.at[slot]) * view.case.scale
         weights = jnp.where(seen, jnp.exp(scores - _across(peak, 1, TILE)) * _across(inverse, 1, TILE), 0.0)
@@ -301,6 +305,22 @@ def _write(*pairs: tuple[Any, Any]) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
+def _across(x: Array, axis: int, size: int) -> Array:
+    """A vector along `axis` of a tile, repeated `size` times along the other."""
+    return lax.broadcast_in_dim(x, (TILE, size) if axis == 0 else (size, TILE), [axis])
+
+
+def _down(length: Any) -> Any:
+    return lax.div(length, jnp.int32(TILE))
+
+
+def _finite(x: Array) -> Array:
+    return jnp.where(jnp.isfinite(x), x, np.zeros((), x.dtype))
+
+
+# What names the layout of registers and of shared memory, for which interpret mode has no meaning.
+
+
 def _product(a: Any, b: Any) -> Array:
     """a (m, d) times the transpose of b (n, d), both in shared memory."""
 
@@ -316,9 +336,13 @@ def _accumulate(acc: Array, a: Array, b: Any) -> Array:
     return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
 
 
-def _across(x: Array, axis: int, size: int) -> Array:
-    """A vector along `axis` of a tile, repeated `size` times along the other."""
-    return lax.broadcast_in_dim(x, (TILE, size) if axis == 0 else (size, TILE), [axis])
+def _load(x: Any, reduced: int) -> Array:
+    """A vector from shared memory, laid out as a tile reduced along axis `reduced`."""
+    return plgpu.load(x, (), layout=plgpu.Layout.WGMMA.reduce(reduced))
+
+
+def _iota(axis: int) -> Array:
+    return plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), axis, layout=plgpu.Layout.WGMMA)
 
 
 def _vector(value: float) -> Array:
@@ -327,11 +351,3 @@ def _vector(value: float) -> Array:
 
 def _zeros(width: int) -> Array:
     return plgpu.layout_cast(jnp.zeros((TILE, width), jnp.float32), plgpu.Layout.WGMMA)
-
-
-def _down(length: Any) -> Any:
-    return lax.div(length, jnp.int32(TILE))
-
-
-def _finite(x: Array) -> Array:
-    return jnp.where(jnp.isfinite(x), x, np.zeros((), x.dtype))
