@@ -26,13 +26,17 @@ HOMES = {
     "blocked": "flax_gpt.kernels.blocked",
     "pallas_tpu": "flax_gpt.kernels.pallas_tpu",
     "pallas_gpu": "flax_gpt.kernels.pallas_gpu",
+    "cudnn": "flax_gpt.kernels.vendor:cudnn",
+    "splash": "flax_gpt.kernels.vendor:splash",
 }
-"""Implementation → module. Each has refusal(case) and attend(case, q, k, v, inputs) -> (out, weights | None, lse | None)."""
+"""Implementation → module, or a name in one; imported on first use.
+
+Each has refusal(case) and attend(case, q, k, v, inputs) -> (out, weights | None, lse | None)."""
 
 TABLE: dict[str, tuple[str, ...]] = {
     "cpu": ("blocked", "dense"),
-    "gpu": ("blocked", "dense"),
-    "tpu": ("pallas_tpu", "blocked", "dense"),
+    "gpu": ("cudnn", "pallas_gpu", "blocked", "dense"),
+    "tpu": ("pallas_tpu", "splash", "blocked", "dense"),
 }
 """Platform → implementations in the order in which "auto" asks them; the first that does not refuse runs. dense never refuses."""
 
@@ -40,9 +44,13 @@ SMALL = 64 * 64
 """Scores a head, T · S, up to which the whole map stays in a core's first cache and tiles only add loops (benchmarks/attention.py)."""
 
 
+def _one_query(case: Case) -> str | None:
+    return "with one query the map is as small as the keys, so dense is faster" if case.queries == 1 else None
+
+
 def _too_small(case: Case) -> str | None:
     if case.queries == 1:
-        return "with one query the map is as small as the keys, so dense is faster"
+        return _one_query(case)
     if case.queries * case.keys <= SMALL:
         return f"T · S = {case.queries * case.keys} scores are at most {SMALL}, where dense is faster"
     return None
@@ -53,7 +61,13 @@ def _double(case: Case) -> str | None:
 
 
 PREFERENCES: dict[tuple[str, str], tuple[Callable[[Case], str | None], ...]] = {
-    (platform, "blocked"): (_double, _too_small) for platform in ("cpu", "gpu", "tpu")
+    ("cpu", "blocked"): (_double, _too_small),
+    ("gpu", "blocked"): (_double, _too_small),
+    ("tpu", "blocked"): (_double, _too_small),
+    ("gpu", "pallas_gpu"): (_one_query,),
+    ("gpu", "cudnn"): (_one_query,),
+    ("tpu", "pallas_tpu"): (_one_query,),
+    ("tpu", "splash"): (_one_query,),
 }
 """(platform, implementation) → why "auto" passes it over although it could serve, or None: figures, not limits."""
 
@@ -155,7 +169,7 @@ def choose(case: Case, implementation: str = "auto") -> tuple[str, list[tuple[st
     automatic = implementation == "auto"
     passed: list[tuple[str, str]] = []
     for name in TABLE[case.platform] if automatic else (implementation,):
-        reason: str | None = importlib.import_module(HOMES[name]).refusal(case)
+        reason: str | None = _home(name).refusal(case)
         if automatic:
             preferences = (preference(case) for preference in PREFERENCES.get((case.platform, name), ()))
             reason = reason or next(filter(None, preferences), None)
@@ -165,9 +179,15 @@ def choose(case: Case, implementation: str = "auto") -> tuple[str, list[tuple[st
     raise NotImplementedError("; ".join(f"implementation = {name!r}: {reason}" for name, reason in passed))
 
 
+def _home(name: str) -> Any:
+    module, _, attribute = HOMES[name].partition(":")
+    home = importlib.import_module(module)
+    return getattr(home, attribute) if attribute else home
+
+
 @functools.partial(jax.jit, static_argnames=("case", "name"), inline=True)
 def _run(case: Case, name: str, q: Array, k: Array, v: Array, inputs: Inputs) -> tuple[Array, Array | None, Array | None]:
-    return importlib.import_module(HOMES[name]).attend(case, q, k, v, inputs)
+    return _home(name).attend(case, q, k, v, inputs)
 
 
 def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths: Any, window: Any, query_offset: Any, scale: Any,

@@ -29,12 +29,19 @@ LANE = 64
 WIDEST = 128
 """Largest head width: the two sums of the key kernel fill the registers of a warpgroup."""
 
+HOPPER = 9.0
+"""Compute capability from which on there are warpgroup products and the copy engine."""
+
 INTERPRET: Any = None
 """Parameters of interpret mode, for tests on a host without such a GPU; jax keeps their class private."""
 
 
 def refusal(case: Case) -> str | None:
     """Why this implementation cannot serve `case`, or None."""
+    if case.platform != "gpu" and INTERPRET is None:
+        return "it needs an NVIDIA GPU"
+    if _capability() < HOPPER:
+        return f"it needs compute capability {HOPPER} (Hopper), this GPU has {_capability()}"
     if case.dtype not in ("bfloat16", "float16"):
         return f"its tensor-core products take 16-bit numbers, not {case.dtype}"
     if max(case.width, case.value_width) > WIDEST:
@@ -45,6 +52,12 @@ def refusal(case: Case) -> str | None:
     if case.empty_rows != "zero":
         return f"empty_rows = {case.empty_rows!r} exists in the dense implementation alone"
     return None
+
+
+def _capability() -> float:
+    """Least compute capability of the GPUs here; a host without one traces for a new one."""
+    found = [device for device in jax.local_devices() if device.platform == "gpu"]
+    return min((float(getattr(device, "compute_capability", HOPPER)) for device in found), default=HOPPER)
 
 
 def attend(case: Case, q: Array, k: Array, v: Array, given: Inputs) -> tuple[Array, None, Array]:
@@ -213,7 +226,7 @@ def _forward_kernel(view: _View, offsets: Any, lengths: Any, q: Any, k: Any, v: 
         acc *= _across(rescale, 0, acc.shape[1])
         return higher, total * rescale + powers.sum(axis=1), _accumulate(acc, powers.astype(q.dtype), v_s.at[slot])
 
-    empty = (_vector(jnp.finfo(jnp.float32).min), _vector(0.0), _zeros(v_s.shape[2]))
+    empty = (_vector(float(jnp.finfo(jnp.float32).min)), _vector(0.0), _zeros(v_s.shape[2]))
     peak, total, acc = _stream(view.key_tiles(i, offset, length), fetch, arrived, step, empty)
     safe = jnp.where(total == 0.0, 1.0, total)
     out_s[...] = (acc / _across(safe, 0, acc.shape[1])).astype(out.dtype)
@@ -328,12 +341,12 @@ def _product(a: Any, b: Any) -> Array:
         plgpu.wgmma(acc, a, plgpu.transpose_ref(b, (1, 0)))
         return acc[...]
 
-    return pl.run_scoped(run, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[0]), jnp.float32))
 
 
 def _accumulate(acc: Array, a: Array, b: Any) -> Array:
     """acc + a · b, a (m, n) in registers and b (n, d) in shared memory."""
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.WGMMAAccumulatorRef.init(acc))
 
 
 def _load(x: Any, reduced: int) -> Array:

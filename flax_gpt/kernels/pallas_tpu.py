@@ -219,6 +219,7 @@ class _Call:
         maps = [_padded(self.plan, x) for x in self.maps]
         case = self.plan.case
         sequential = 1 if self.axes == "bhij" else 2
+        semantics: Any = ("parallel",) * (len(self.grid) - sequential) + ("arbitrary",) * sequential
         return pl.pallas_call(
             functools.partial(kernel, self.plan, self.axes, self.given.mask is not None, len(maps) > (self.given.mask is not None), len(inputs)),
             grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -229,12 +230,22 @@ class _Call:
                 scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
             ),
             out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in outputs],
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel",) * (len(self.grid) - sequential) + ("arbitrary",) * sequential,
-            ),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+            cost_estimate=_cost(self, kernel, inputs, outputs),
             interpret=case.platform != "tpu",
             name=f"attention{kernel.__name__.removesuffix('_kernel')}",
         )(*self.scalars, *(x for x, _ in inputs), *maps)
+
+
+def _cost(call: _Call, kernel: Any, inputs: list[Any], outputs: list[Any]) -> pl.CostEstimate:
+    """For the compiler's schedule: every product of every tile, a causal limit counted as half of them."""
+    case, plan = call.plan.case, call.plan
+    scores = case.batch * case.heads * plan.rows * plan.columns // (2 if case.causal else 1)
+    widths = {_forward_kernel: 1, _query_kernel: 2, _key_kernel: 2, _bias_kernel: 1}[kernel] * case.width
+    widths += {_forward_kernel: 1, _query_kernel: 1, _key_kernel: 2, _bias_kernel: 1}[kernel] * case.value_width
+    size = lambda shape, dtype: int(np.prod(shape)) * jnp.dtype(dtype).itemsize
+    moved = sum(size(x.shape, x.dtype) for x, _ in inputs) + sum(size(shape, dtype) for shape, dtype, _ in outputs)
+    return pl.CostEstimate(flops=2 * scores * widths, transcendentals=scores, bytes_accessed=moved)
 
 
 def _inside(first: Any, behind: Any, count: int) -> tuple[Any, Any]:
