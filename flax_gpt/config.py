@@ -324,6 +324,8 @@ class TrainConfig(_Config):
     """Steps between checkpoints; the last step is always kept."""
     keep_last: int = 2
     """Newest checkpoints kept, beside the one with the lowest held-out loss."""
+    label_smoothing: float = 0.0
+    """Share ε of a target's probability that is spread over all ids in the training loss (Szegedy et al. 2016)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer, schedule and clip."""
 
@@ -335,6 +337,7 @@ class TrainConfig(_Config):
         require(self.steps is None or self.epochs is None, "epochs", self.epochs, f"cannot be given beside steps = {self.steps}")
         _at_least_one(self, "batch_size", "log_interval", "eval_interval", "checkpoint_interval", "keep_last")
         require(0 <= self.held_out < 1, "held_out", self.held_out, "must lie in [0, 1)")
+        _rate("label_smoothing", self.label_smoothing)
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import math
@@ -17,22 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from flax_gpt import __version__
-from flax_gpt.config import GPTConfig, TrainConfig
+from flax_gpt.config import TrainConfig, TransformerConfig
 from flax_gpt.errors import InputError, RunError, require
-from flax_gpt.models.gpt import MiniGPT
 from flax_gpt.training import checkpoint
-from flax_gpt.training.data import Corpus, OnBadFile, Windows, evaluation_batches, load_corpus, split
+from flax_gpt.training.data import OnBadFile
 from flax_gpt.training.optimizer import learning_rate, make_optimizer
 from flax_gpt.training.progress import Display
 from flax_gpt.training.state import TrainState, failed, from_arrays, make_evaluation, make_step, new_model, new_state, split_model, to_arrays
-from flax_gpt.training.tokenizer import CharTokenizer
+from flax_gpt.training.tasks import TASKS, LanguageTask, Prepared, Task, mean_totals, task_of
 
 FORMAT = 1
-KIND = "gpt"
 DEFAULT_STEPS = 1000
 _OWN_FILES = ("run.json", "tokenizer.json", "metrics.jsonl", "loss.png", "checkpoints", "lock", "figures")
 
@@ -41,13 +39,17 @@ _OWN_FILES = ("run.json", "tokenizer.json", "metrics.jsonl", "loss.png", "checkp
 class Run:
     """A trained model and what it was trained with; the model is in eval mode."""
 
-    model: MiniGPT
-    tokenizer: CharTokenizer
-    config: GPTConfig
+    model: Any
+    tokenizer: Any
+    config: Any
     train_config: TrainConfig
     step: int
     """Completed updates."""
     folder: Path
+    kind: str = "gpt"
+    """Of the model: a key of `tasks.TASKS`."""
+    data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Where the data came from, as run.json has it."""
 
 
 class Stopped(RunError):
@@ -55,75 +57,68 @@ class Stopped(RunError):
 
 
 def train(
-    config: GPTConfig | Mapping[str, Any] | None,
+    config: TransformerConfig | Mapping[str, Any] | None,
     train_config: TrainConfig | None,
-    data: str | Path | Corpus | None,
+    data: Any,
     out: str | Path,
     *,
+    kind: str | None = None,
     glob: str = "*.txt",
     on_bad_file: OnBadFile = "error",
     resume: bool = False,
     progress: bool = True,
     picture: bool = True,
 ) -> Run:
-    """Trains a character model on a text and leaves a run folder in `out`.
+    """Trains a model of characters on a text, on pairs or on labelled texts, and leaves a run folder in `out`.
 
-    config: the model; a mapping gives the fields of GPTConfig without vocab_size, which is the number of characters of the text.
-    data, glob, on_bad_file: as in `load_corpus`, or a corpus that it returned.
+    config: the model; a mapping gives the fields of `kind`'s configuration without the sizes that the data set.
+    kind: "gpt", "encoder-decoder" or "classifier"; None: that of config, or of the run that is resumed, or "gpt".
+    data: for a GPT, with glob and on_bad_file, as in `load_corpus`; for the others as in `read_table`, sources and targets, or texts and labels; or
+    what the task's `read` returned; None: what the package ships.
     resume: goes on from the newest whole checkpoint, bitwise as if nothing had happened on the same machine and versions; starts anew where a killed
     run left nothing. `config`, `train_config` and `data` may then be None: those of the run.
     progress: shows a bar, or lines where standard error is no terminal. picture: draws loss.png at the end.
 
-    SIGINT and SIGTERM end the run after the present step, saved, with Stopped. Raises InputError for what `load_corpus` refuses, a text shorter than
-    a window, a vocab_size that is not the text's, a folder that holds a run (without resume) or other files or is being written by another process,
+    SIGINT and SIGTERM end the run after the present step, saved, with Stopped. Raises InputError for what reading the data refuses, a text shorter
+    than a window, sizes that are not the data's, a folder that holds a run (without resume) or other files or is being written by another process,
     and a resume with another configuration or text; RunError when the loss or the gradient norm stops being finite, the last good checkpoint kept.
     """
     use_compilation_cache()
     folder = Path(out)
     record = _inspect(folder, resume)
-    corpus = _corpus(data, glob, on_bad_file, record)
-    config, train_config = _configs(config, train_config, corpus, record)
-    tokens, held_out = split(corpus.tokens, train_config.held_out)
-    if train_config.held_out > 0:
-        require(len(held_out) >= 2, "held_out", train_config.held_out, f"leaves {len(held_out)} of {len(corpus.tokens)} tokens, and needs 2; or 0")
-    window = _window(config, train_config)
-    windows = Windows(tokens, window=window, batch_size=train_config.batch_size, seed=train_config.seed, stride=train_config.stride or 1)
+    task = _task(config, kind, record, folder)
+    data = _read(task, data, _options(task, glob, on_bad_file), record)
+    config, train_config = _configs(task, config, train_config, data, record)
+    prepared = task.prepare(data, config, train_config)
     folder.mkdir(parents=True, exist_ok=True)
     with checkpoint.lock(folder):
         if record is None:
             _inspect(folder, resume)
-            _begin(folder, config, train_config, corpus)
-        return _Trainer(folder, config, train_config, corpus, windows, held_out, progress, picture).run()
+            _begin(folder, task, config, train_config, data)
+        return _Trainer(folder, task, config, train_config, data, prepared, progress, picture).run()
 
 
 class _Trainer:
     """One call of `train`, after its arguments have been checked and while the lock is held."""
 
     def __init__(
-        self,
-        folder: Path,
-        config: GPTConfig,
-        train_config: TrainConfig,
-        corpus: Corpus,
-        windows: Windows,
-        held_out: np.ndarray,
-        progress: bool,
-        picture: bool,
+        self, folder: Path, task: Task, config: Any, train_config: TrainConfig, data: Any, prepared: Prepared, progress: bool, picture: bool
     ):
-        self.folder, self.config, self.train_config, self.corpus = folder, config, train_config, corpus
-        self.windows, self.held_out, self.progress, self.picture = windows, held_out, progress, picture
+        self.folder, self.task, self.config, self.train_config, self.data = folder, task, config, train_config, data
+        self.batches, self.held_out, self.progress, self.picture = prepared.batches, prepared.held_out, progress, picture
         self.metrics = folder / "metrics.jsonl"
-        self.epoch = windows.steps_per_epoch if train_config.epochs is not None else None
+        self.epoch = self.batches.steps_per_epoch if train_config.epochs is not None else None
         if train_config.epochs is not None:
-            self.total = train_config.epochs * windows.steps_per_epoch
+            self.total = train_config.epochs * self.batches.steps_per_epoch
         else:
             self.total = train_config.steps or DEFAULT_STEPS
         self.schedule = learning_rate(train_config.optimizer, self.total)
         optimizer = make_optimizer(train_config.optimizer, self.total)
         self.graph, params, rest = split_model(new_model(config, train_config.seed))
         self.state = new_state(params, rest, optimizer)
-        self.step = make_step(self.graph, optimizer, self.starts_line)
-        self.evaluation = make_evaluation(self.graph)
+        loss = functools.partial(task.loss, label_smoothing=train_config.label_smoothing)
+        self.step = make_step(self.graph, optimizer, self.starts_line, loss)
+        self.evaluation = make_evaluation(self.graph, task.totals)
         self.notes: dict[str, Any] = {"epoch_loss": 0.0, "epoch_tokens": 0.0, "best": None}
         self.done = self._restore()
         self.saved = self.done
@@ -137,7 +132,7 @@ class _Trainer:
         config, clock, tokens, start = self.train_config, _Clock(), 0, self.done
         with _signals(self.progress) as received, Display(self.progress, self.done, self.total) as display:
             while self.done < self.total:
-                batch = self.windows[self.done]
+                batch = self.batches[self.done]
                 self.state = self.step(self.state, batch)
                 self.done += 1
                 if self.done == start + 1:
@@ -151,7 +146,7 @@ class _Trainer:
                     display.update(self.done, loss, speed)
                     clock, tokens = _Clock(), 0
                 best = False
-                if len(self.held_out) and (self.done % config.eval_interval == 0 or self.done == self.total):
+                if self.held_out is not None and (self.done % config.eval_interval == 0 or self.done == self.total):
                     with clock.pause(self.state):
                         best = self._evaluate(display)
                 if best or self.done % config.checkpoint_interval == 0 or self.done == self.total or received:
@@ -165,7 +160,8 @@ class _Trainer:
             loss_curve.draw(self.metrics, self.folder / "loss.png")
         model = nnx.merge(self.graph, self.state.params, self.state.rest)
         model.eval()
-        return Run(model, self.corpus.tokenizer, self.config, self.train_config, self.done, self.folder)
+        data = self.task.describe(self.data)
+        return Run(model, self.data.tokenizer, self.config, self.train_config, self.done, self.folder, self.task.kind, data)
 
     def _restore(self) -> int:
         checkpoint.prune(self.folder, checkpoint.steps(self.folder))
@@ -207,11 +203,13 @@ class _Trainer:
         """Logs the held-out loss; whether it is the lowest so far."""
         self._check()
         display.busy("evaluating the held-out part")
-        loss, _ = _mean_loss(self.evaluation, self.state.params, self.state.rest, self.held_out, self.windows.window, self.windows.batch_size)
+        assert self.held_out is not None
+        found, _ = mean_totals(functools.partial(self.evaluation, self.state.params, self.state.rest), self.held_out())
+        loss = found["loss"]
         if not math.isfinite(loss):
             raise RunError(f"step {self.done}: the held-out loss is {loss}; the checkpoint of step {self.saved} is the last good one")
-        checkpoint.append_line(self.metrics, {"step": self.done, "held_out_loss": loss})
-        display.say(f"step {self.done}  held-out loss {loss:.4f}")
+        checkpoint.append_line(self.metrics, {"step": self.done} | {f"held_out_{name}": value for name, value in found.items()})
+        display.say(f"step {self.done}  " + "  ".join(f"held-out {name} {value:.4f}" for name, value in found.items()))
         best = self.notes["best"] is None or loss < self.notes["best"][0]
         if best:
             self.notes["best"] = [loss, self.done]
@@ -244,7 +242,8 @@ def load_run(folder: str | Path) -> Run:
     require(
         hashlib.sha256(content).hexdigest() == record["tokenizer_sha256"], "run", str(folder), "its tokenizer.json is damaged: its SHA-256 differs"
     )
-    config, train_config = GPTConfig.from_dict(record["model"]), TrainConfig.from_dict(record["train"])
+    task = TASKS[record["kind"]]
+    config, train_config = task.config.from_dict(record["model"]), TrainConfig.from_dict(record["train"])
     found = checkpoint.newest_whole(folder)
     require(found is not None, "run", str(folder), "holds no checkpoint yet")
     assert found is not None
@@ -253,37 +252,26 @@ def load_run(folder: str | Path) -> Run:
     values = from_arrays(checkpoint.restore(found, to_arrays(like)), like)
     model = nnx.merge(graph, values["params"], values["rest"])
     model.eval()
-    return Run(model, CharTokenizer.load(folder / "tokenizer.json"), config, train_config, found.step, folder)
+    tokenizer = task.load_tokenizer(folder / "tokenizer.json")
+    return Run(model, tokenizer, config, train_config, found.step, folder, task.kind, record["data"])
 
 
-def evaluate(run: Run, data: str | Path | Corpus | None, *, glob: str = "*.txt", on_bad_file: OnBadFile = "error") -> dict[str, float]:
-    """{"loss": nats a token, "perplexity": its exponential, "tokens": how many were predicted} of a run on a text.
+def evaluate(run: Run, data: Any, *, glob: str = "*.txt", on_bad_file: OnBadFile = "error") -> dict[str, float]:
+    """How well a run does on data: "loss" in nats, and what the `measure` of its task adds.
 
-    The text is cut into non-overlapping windows of the length that the run trained on; every token but the first is predicted once. Raises InputError
-    for what `load_corpus` refuses, characters that the run does not know included, and for fewer than two characters.
+    data: as in `train`, or None: what the package ships for a language model, all of it; for the other kinds the rows that the run held out. Raises
+    InputError for what reading them refuses and for characters that the run does not know.
     """
-    corpus = data if isinstance(data, Corpus) else load_corpus(data, glob=glob, on_bad_file=on_bad_file, tokenizer=run.tokenizer)
-    require(corpus.tokenizer == run.tokenizer, "data", corpus.source, "must be read with the run's tokenizer")
+    task = TASKS[run.kind]
     graph, params, rest = split_model(run.model)
-    window, batch_size = _window(run.config, run.train_config), run.train_config.batch_size
-    loss, count = _mean_loss(make_evaluation(graph), params, rest, corpus.tokens, window, batch_size)
-    return {"loss": loss, "perplexity": float(np.exp(loss)), "tokens": count}
+    evaluation = functools.partial(make_evaluation(graph, task.totals), params, rest)
+    return task.measure(run, data, functools.partial(mean_totals, evaluation), **_options(task, glob, on_bad_file))
 
 
-def _mean_loss(evaluation: Any, params: nnx.State, rest: nnx.State, tokens: np.ndarray, window: int, batch_size: int) -> tuple[float, int]:
-    total, pending = 0.0, None
-    for batch in evaluation_batches(tokens, window=window, batch_size=batch_size):
-        ahead = evaluation(params, rest, batch)
-        # Read one batch late, so that the device never waits for the host; added up in float64.
-        total, pending = total + (0.0 if pending is None else float(pending)), ahead
-    assert pending is not None
-    return (total + float(pending)) / (len(tokens) - 1), len(tokens) - 1
-
-
-def _window(config: GPTConfig, train_config: TrainConfig) -> int:
-    window = config.max_len if train_config.window is None else train_config.window
-    require(window <= config.max_len, "window", window, f"must be at most max_len = {config.max_len}")
-    return window
+def _options(task: Task, glob: str, on_bad_file: OnBadFile) -> dict[str, Any]:
+    """What of these the task's data take."""
+    given = {"glob": glob, "on_bad_file": on_bad_file}
+    return {name: given[name] for name in task.options}
 
 
 # The run folder
@@ -298,7 +286,7 @@ def _read_record(folder: Path, argument: str) -> dict[str, Any] | None:
     except checkpoint.Damaged as damage:
         raise InputError(argument, str(folder), f"its run.json is damaged: {damage}") from damage
     require(record.get("format") == FORMAT, argument, str(folder), f"has format {record.get('format')}; this version reads {FORMAT}")
-    require(record.get("kind") == KIND, argument, str(folder), f"holds a model of the kind {record.get('kind')!r}, not {KIND!r}")
+    require(record.get("kind") in TASKS, argument, str(folder), f"holds a model of the kind {record.get('kind')!r}, none of {', '.join(TASKS)}")
     return record
 
 
@@ -317,34 +305,27 @@ def _inspect(folder: Path, resume: bool) -> dict[str, Any] | None:
     return None
 
 
-def _corpus(data: str | Path | Corpus | None, glob: str, on_bad_file: OnBadFile, record: dict[str, Any] | None) -> Corpus:
-    if isinstance(data, Corpus):
-        corpus, size = data, data.tokenizer.vocab_size
-        require(len(data.tokens) > 0, "data", data.source, "holds no tokens")
-        require(int(data.tokens.max()) < size, "data", int(data.tokens.max()), f"is a token id outside [0, {size}), the vocabulary")
-    elif data is None and record is not None:
+def _read(task: Task, data: Any, options: dict[str, Any], record: dict[str, Any] | None) -> Any:
+    if data is None and record is not None:
         known = record["data"]
-        corpus = load_corpus(known["source"], glob=known["glob"], on_bad_file=known["on_bad_file"])
-    else:
-        corpus = load_corpus(data, glob=glob, on_bad_file=on_bad_file)
+        data, options = known["source"], {name: known[name] for name in task.options}
+    found = task.read(data, **options)
     if record is not None:
         known = record["data"]
-        require(corpus.digest == known["digest"], "data", corpus.source, f"is not the text that the run was trained on, {known['source']}")
-    for line in corpus.skipped[:5]:
+        require(found.digest == known["digest"], "data", found.source, f"is not the text that the run was trained on, {known['source']}")
+    for line in found.skipped[:5]:
         warnings.warn(f"left out {line}", stacklevel=3)
-    if len(corpus.skipped) > 5:
-        warnings.warn(f"left out {len(corpus.skipped) - 5} more files", stacklevel=3)
-    return corpus
+    if len(found.skipped) > 5:
+        warnings.warn(f"left out {len(found.skipped) - 5} more files", stacklevel=3)
+    return found
 
 
-def _configs(
-    config: GPTConfig | Mapping[str, Any] | None, train_config: TrainConfig | None, corpus: Corpus, record: dict[str, Any] | None
-) -> tuple[GPTConfig, TrainConfig]:
-    size = corpus.tokenizer.vocab_size
+def _configs(task: Task, config: Any, train_config: TrainConfig | None, data: Any, record: dict[str, Any] | None) -> tuple[Any, TrainConfig]:
+    sizes = task.sizes(data)
     if isinstance(config, Mapping):
-        config = GPTConfig.from_dict({"vocab_size": size, **config})
+        config = task.config.from_dict({name: size for name, (size, _) in sizes.items()} | dict(config))
     if record is not None:
-        config = config or GPTConfig.from_dict(record["model"])
+        config = config or task.config.from_dict(record["model"])
         train_config = train_config or TrainConfig.from_dict(record["train"])
         for ours, theirs in ((config.to_dict(), record["model"]), (train_config.to_dict(), record["train"])):
             for name, value in _flat(ours).items():
@@ -354,10 +335,21 @@ def _configs(
             changed = [f"{k} {record['versions'].get(k)} -> {v}" for k, v in _versions().items() if record["versions"].get(k) != v]
             warnings.warn(f"the run was made with other versions, so it may not go on bitwise: {', '.join(changed)}", stacklevel=3)
     require(config is not None, "config", None, "must be given for a new run")
-    assert config is not None
     train_config = train_config or TrainConfig()
-    require(config.vocab_size == size, "vocab_size", config.vocab_size, f"must be {size}, the number of distinct characters in the text")
+    for name, (size, what) in sizes.items():
+        require(getattr(config, name) == size, name, getattr(config, name), f"must be {size}, {what}")
     return config, train_config
+
+
+def _task(config: Any, kind: str | None, record: dict[str, Any] | None, folder: Path) -> Task:
+    """The task that is asked for; that of the run where there is one."""
+    require(kind is None or kind in TASKS, "kind", kind, f"must be one of {', '.join(TASKS)}")
+    asked = task_of(config)
+    require(asked is None or kind in (None, asked.kind), "kind", kind, f"must be {asked.kind if asked else None!r}, that of the configuration")
+    kind = kind or (asked.kind if asked else None)
+    known = kind if record is None else record["kind"]
+    require(kind in (None, known), "out", str(folder), f"holds a run of the kind {known!r}, not {kind!r}")
+    return TASKS[known or LanguageTask.kind]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -372,24 +364,16 @@ def _versions() -> dict[str, str]:
     return {"flax-gpt": __version__, "python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
 
 
-def _begin(folder: Path, config: GPTConfig, train_config: TrainConfig, corpus: Corpus) -> None:
+def _begin(folder: Path, task: Task, config: Any, train_config: TrainConfig, data: Any) -> None:
     """Writes tokenizer.json, then run.json, which makes the folder a run."""
-    tokenizer = corpus.tokenizer.to_json().encode("utf-8")
+    tokenizer = data.tokenizer.to_json().encode("utf-8")
     checkpoint.write_file(folder / "tokenizer.json", tokenizer)
     values = {
         "format": FORMAT,
-        "kind": KIND,
+        "kind": task.kind,
         "model": config.to_dict(),
         "train": train_config.to_dict(),
-        "data": {
-            "source": corpus.source,
-            "glob": corpus.glob,
-            "on_bad_file": corpus.on_bad_file,
-            "digest": corpus.digest,
-            "characters": len(corpus.tokens),
-            "files": corpus.files,
-            "skipped": len(corpus.skipped),
-        },
+        "data": task.describe(data),
         "tokenizer_sha256": hashlib.sha256(tokenizer).hexdigest(),
         "versions": _versions(),
     }

@@ -9,12 +9,22 @@ import numpy as np
 import optax
 from flax import nnx
 
-from flax_gpt.config import GPTConfig
+from flax_gpt.config import EncoderConfig, EncoderDecoderConfig, GPTConfig, TransformerConfig
+from flax_gpt.models.encoder import TinyTransformer
+from flax_gpt.models.encoder_decoder import EncoderDecoder
 from flax_gpt.models.gpt import MiniGPT
 from flax_gpt.random import key_from_seed
 from flax_gpt.training.data import Batch
 from flax_gpt.training.loss import cross_entropy, token_losses
 from flax_gpt.training.optimizer import global_norm, leaf_name
+
+MODELS: dict[type[TransformerConfig], Any] = {GPTConfig: MiniGPT, EncoderConfig: TinyTransformer, EncoderDecoderConfig: EncoderDecoder}
+
+Loss = Callable[[Any, Any], jax.Array]
+"""(model, batch) → the mean loss over the batch's `weights`."""
+
+Totals = Callable[[Any, Any], dict[str, jax.Array]]
+"""(model, batch) → sums over the batch, each () float32."""
 
 
 class TrainState(NamedTuple):
@@ -36,10 +46,10 @@ class TrainState(NamedTuple):
     """Global gradient norm of the last batch, before the clip."""
 
 
-def new_model(config: GPTConfig, seed: int) -> MiniGPT:
-    """A model whose weights and dropout key are those of `seed`, any integer in [0, 2**64); nnx.Rngs(seed) below 2**32."""
+def new_model(config: TransformerConfig, seed: int) -> Any:
+    """The configuration's model, its weights and dropout key those of `seed`, any integer in [0, 2**64); nnx.Rngs(seed) below 2**32."""
     low, high = key_from_seed(seed)
-    return MiniGPT(config, rngs=nnx.Rngs(jax.random.wrap_key_data(jnp.array([high, low]), impl="threefry2x32")))
+    return MODELS[type(config)](config, rngs=nnx.Rngs(jax.random.wrap_key_data(jnp.array([high, low]), impl="threefry2x32")))
 
 
 def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
@@ -60,9 +70,21 @@ def failed(state: TrainState) -> jax.Array:
     return ~(jnp.isfinite(state.loss) & jnp.isfinite(state.grad_norm))
 
 
+def language_loss(model: Any, batch: Batch, label_smoothing: float = 0.0) -> jax.Array:
+    """Mean cross-entropy of the token after each."""
+    logits, _ = model(batch.tokens)
+    return cross_entropy(logits, batch.targets, batch.weights, label_smoothing=label_smoothing)
+
+
+def language_totals(model: Any, batch: Batch) -> dict[str, jax.Array]:
+    """The summed loss of the real tokens, and how many they are."""
+    logits, _ = model(batch.tokens)
+    return {"loss": jnp.sum(token_losses(logits, batch.targets) * batch.weights), "count": jnp.sum(batch.weights)}
+
+
 def make_step(
-    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, starts_line: Callable[[jax.Array], jax.Array]
-) -> Callable[[TrainState, Batch], TrainState]:
+    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, starts_line: Callable[[jax.Array], jax.Array], loss: Loss = language_loss
+) -> Callable[[TrainState, Any], TrainState]:
     """The jitted step (state, batch) -> state; it deletes the state that it is given.
 
     `starts_line(completed updates)`: whether the sums of a metrics line start anew with this batch. Dropout's step is the number of completed
@@ -70,14 +92,13 @@ def make_step(
     so the host may look at `failed` whenever it likes.
     """
 
-    def loss_of(params: nnx.State, state: TrainState, batch: Batch) -> jax.Array:
+    def loss_of(params: nnx.State, state: TrainState, batch: Any) -> jax.Array:
         model = nnx.merge(graph, params, state.rest, copy=True)
         model.dropout.step[...] = state.step.astype(jnp.uint32)
-        logits, _ = model(batch.tokens)
-        return cross_entropy(logits, batch.targets, batch.weights)
+        return loss(model, batch)
 
-    def step(state: TrainState, batch: Batch) -> TrainState:
-        loss, grads = jax.value_and_grad(loss_of)(state.params, state, batch)
+    def step(state: TrainState, batch: Any) -> TrainState:
+        mean, grads = jax.value_and_grad(loss_of)(state.params, state, batch)
         norm = global_norm(grads)
         updates, moments = optimizer.update(grads, state.optimizer, state.params)
         fresh, count = starts_line(state.step), jnp.sum(batch.weights)
@@ -86,9 +107,9 @@ def make_step(
             params=optax.apply_updates(state.params, updates),
             rest=state.rest,
             optimizer=moments,
-            line_loss=jnp.where(fresh, 0, state.line_loss) + loss.astype(jnp.float32) * count,
+            line_loss=jnp.where(fresh, 0, state.line_loss) + mean.astype(jnp.float32) * count,
             line_tokens=jnp.where(fresh, 0, state.line_tokens) + count,
-            loss=loss.astype(jnp.float32),
+            loss=mean.astype(jnp.float32),
             grad_norm=norm.astype(jnp.float32),
         )
         stopped = failed(state)
@@ -99,16 +120,15 @@ def make_step(
     return jax.jit(step, donate_argnums=0)
 
 
-def make_evaluation(graph: nnx.GraphDef) -> Callable[[nnx.State, nnx.State, Batch], jax.Array]:
-    """The jitted sum of the losses of a batch's real tokens, without dropout: (params, rest, batch) -> () float32."""
+def make_evaluation(graph: nnx.GraphDef, totals: Totals = language_totals) -> Callable[[nnx.State, nnx.State, Any], dict[str, jax.Array]]:
+    """The jitted `totals` of a batch without dropout: (params, rest, batch) -> sums."""
 
-    def total(params: nnx.State, rest: nnx.State, batch: Batch) -> jax.Array:
+    def evaluate(params: nnx.State, rest: nnx.State, batch: Any) -> dict[str, jax.Array]:
         model = nnx.merge(graph, params, rest, copy=True)
         model.eval()
-        logits, _ = model(batch.tokens)
-        return jnp.sum(token_losses(logits, batch.targets) * batch.weights)
+        return totals(model, batch)
 
-    return jax.jit(total)
+    return jax.jit(evaluate)
 
 
 def to_arrays(state: Any) -> dict[str, Any]:
