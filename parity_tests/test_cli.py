@@ -15,6 +15,9 @@ import torch
 from safetensors.numpy import load_file
 
 from flax_gpt.__main__ import COMMANDS
+from flax_gpt.cli import demo
+from flax_gpt.config import GPT_PRESETS
+from flax_gpt.training.data import load_corpus
 
 TINY = ["--d-model", "16", "--num-heads", "2", "--num-layers", "1", "--max-len", "16", "--batch-size", "4", "--log-interval", "2"]
 
@@ -235,6 +238,12 @@ def test_figures_writes_its_pictures(run: Path, tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
+def test_parity_prints_a_table_and_agrees(run: Path) -> None:
+    out, _ = call("parity", run)
+    assert "comparisons, all within their budget" in out
+    assert "token_embed.weight" in out.replace("\n", "")
+
+
 def test_resume_takes_the_runs_own_options(run: Path) -> None:
     out, _ = call("train", "--out", run, "--resume")
     assert "after 4 steps" in out
@@ -259,6 +268,26 @@ def test_convert_refuses_code_and_says_what_it_needs(tmp_path: Path) -> None:
     found = refusal("convert", "code.pt", "out.safetensors", environment={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
     assert found == "COMMAND = 'convert': needs PyTorch: pip install 'flax-gpt[torch]'"
     assert not (tmp_path / "out.safetensors").exists()
+
+
+# The demo
+
+
+def test_the_demos_texts_fit_its_model() -> None:
+    tokenizer = load_corpus().tokenizer
+    for text in [*demo.PROMPTS.values(), *demo.SENTENCES.values()]:
+        assert 0 < len(tokenizer.encode(text)) <= GPT_PRESETS["demo"]["max_len"]
+
+
+def test_the_demo_never_touches_what_lies_there(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "letter.txt").write_text("mine")
+    (tmp_path / "2").write_text("mine")
+    assert demo.new_folder(tmp_path) == tmp_path / "3"
+    assert demo.new_folder(tmp_path) == tmp_path / "4"
+    assert (tmp_path / "1" / "letter.txt").read_text() == "mine"
+    assert demo.new_folder(tmp_path / "new" / "place") == tmp_path / "new" / "place" / "1"
+    assert refusal("demo", "--out", tmp_path / "2") == f"{tmp_path / '2'}: File exists"
 
 
 # The process

@@ -1,5 +1,6 @@
 """The whole in one command: trains, writes, draws, and holds the result against PyTorch."""
 
+import contextlib
 import itertools
 import json
 import time
@@ -60,16 +61,12 @@ def demo(out: Path, run_parity: ModuleType) -> None:
 
 def new_folder(out: Path) -> Path:
     """Makes out/1, or the first number that is free."""
+    out.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
-        folder = out / str(number)
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            if not out.is_dir():
-                raise
-        else:
-            return folder
-    raise AssertionError
+        with contextlib.suppress(FileExistsError):
+            (out / str(number)).mkdir()
+            return out / str(number)
+    raise AssertionError("numbers have no end")
 
 
 def write(run: Run, prompt: str) -> str:
