@@ -5,6 +5,7 @@ import os
 import pathlib
 
 import numpy as np
+import torch
 
 import torch_ref.generation.sampling
 from flax_gpt.errors import require
@@ -25,9 +26,17 @@ def run(
 
     Raises InputError for a folder that holds no run, and for a text that cannot be read or is shorter than a window.
     """
-    trained = load_run(folder)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # thousands of small operations: a second thread would mostly wait for them
+    try:
+        return _compare(load_run(folder), data, rows, window, new_tokens)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _compare(trained: Run, data: str | os.PathLike[str] | None, rows: int, window: int | None, new_tokens: int) -> Report:
     batch = _batch(trained, data, rows, trained.config.max_len if window is None else window)
-    report = Report(f"{folder}, step {trained.step}: flax_gpt against torch_ref")
+    report = Report(f"{trained.folder}, step {trained.step}: flax_gpt against torch_ref")
     theirs = oracle.torch_model(trained.config, oracle.flax_weights(trained.model))
     compare.check(trained.model, theirs, batch, report=report)
     compare.check_steps(trained.model, theirs, batch, trained.train_config.optimizer, (1,), report=report)
@@ -49,7 +58,7 @@ def _batch(trained: Run, data: str | os.PathLike[str] | None, rows: int, window:
     return {"tokens": windows[:, :-1], "targets": windows[:, 1:]}
 
 
-def _greedy(trained: Run, theirs: oracle.torch.nn.Module, prompt: np.ndarray, new_tokens: int) -> Row:
+def _greedy(trained: Run, theirs: torch.nn.Module, prompt: np.ndarray, new_tokens: int) -> Row:
     """Equal tokens, or tokens that part where the two logits are closer than rounding can tell."""
     ours = np.asarray(generate(trained.model, prompt, new_tokens, temperature=0.0))[0]
     other = torch_ref.generation.sampling.generate(theirs, prompt, new_tokens, temperature=0.0)[0].numpy()
@@ -62,11 +71,11 @@ def _greedy(trained: Run, theirs: oracle.torch.nn.Module, prompt: np.ndarray, ne
     return Row(f"greedy tokens ({new_tokens})", "exact", {}, {}, {}, 0.0, note=note)
 
 
-def _grade_of_the_gap(theirs: oracle.torch.nn.Module, text: np.ndarray, one: int, other: int) -> float:
+def _grade_of_the_gap(theirs: torch.nn.Module, text: np.ndarray, one: int, other: int) -> float:
     wide = oracle.in_float64(theirs)
 
     def gap() -> dict[str, np.ndarray]:
-        logits = wide(oracle.torch.from_numpy(text[None].astype(np.int64)))[0][0, -1].detach()
+        logits = wide(torch.from_numpy(text[None].astype(np.int64)))[0][0, -1].detach()
         return {"gap": (logits[one] - logits[other]).numpy()}
 
     return tolerances.grade(gap()["gap"], tolerances.scatter(gap)["gap"], "float32")
