@@ -12,19 +12,20 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
 from flax_gpt import __version__, figures
 from flax_gpt.cli.options import ModelOptions, train_defaults
 from flax_gpt.cli.usage import Command, UsageError, bind
-from flax_gpt.config import GPT_PRESETS, SampleConfig, TrainConfig
+from flax_gpt.config import PRESETS, BeamConfig, SampleConfig, TrainConfig
 from flax_gpt.errors import InputError, RunError, require
 
 Run = Annotated[Positional[Path], arg(metavar="RUN")]
 Data = Annotated[Positional[Path | None], arg(metavar="[DATA]")]
 OnBadFile = Literal["error", "skip"]
+PRESET_NAMES = ",".join(name for presets in PRESETS.values() for name in presets)
 
 
 def train(
@@ -32,27 +33,34 @@ def train(
     /,
     *,
     out: Path,
-    preset: Annotated[str, arg(metavar=f"{{{','.join(GPT_PRESETS)}}}")] = "minigpt",
+    kind: Annotated[str, arg(name="model", metavar=f"{{{','.join(PRESETS)}}}")] = "gpt",
+    preset: Annotated[str, arg(metavar=f"{{{PRESET_NAMES}}}")] = "",
     glob: str = "*.txt",
     on_bad_file: OnBadFile = "error",
     resume: bool = False,
     model: ModelOptions = ModelOptions(),  # noqa: B008 (frozen, as below)
     training: TrainConfig = TrainConfig(),  # noqa: B008
 ) -> None:
-    """Trains a GPT on the characters of a text and leaves a run folder.
+    """Trains a GPT on a text, a translator on pairs or a classifier on labelled texts, all of characters, and leaves a run folder.
 
     Args:
-        data: A UTF-8 file or a folder; left out: the Chinese and English text that the package ships.
+        data: A UTF-8 file or a folder; for the other kinds a file of lines SOURCE TAB TARGET, or TEXT TAB LABEL, or shipped:NAME for a file that the
+            package ships: dates.tsv, majority.tsv, majority_lengths.tsv. Left out: the Chinese and English text that it ships, or the first or second
+            of these.
         out: Folder of the run.
-        preset: Where the defaults below come from; the help shows those of the preset that stands beside --help.
+        kind: What to train; the help shows the options of the one that stands beside --help.
+        preset: Where the defaults below come from; left out: the first of the kind's, minigpt, dates or majority. The help shows those of the one
+            that stands beside --help.
         glob: Names of the files to read in a folder, at any depth.
         on_bad_file: What to do with a file that is not UTF-8 or cannot be read.
         resume: Go on with the run in --out, bitwise as if it had never stopped; options that are left out are the run's.
     """
     from flax_gpt.training.loop import train
 
-    run = train(model.to_dict(), training, data, out, glob=glob, on_bad_file=on_bad_file, resume=resume)
-    print(f"{run.folder} holds the run after {run.step} steps: flax-gpt generate {run.folder} --prompt …")
+    source = None if data is None else str(data)
+    run = train(model.to_dict(), training, source, out, kind=kind, glob=glob, on_bad_file=on_bad_file, resume=resume)
+    use = {"gpt": f"generate {run.folder} --prompt …", "encoder-decoder": f"generate {run.folder} --source …", "classifier": f"evaluate {run.folder}"}
+    print(f"{run.folder} holds the run after {run.step} steps: flax-gpt {use[run.kind]}")
 
 
 def evaluate(
@@ -63,49 +71,60 @@ def evaluate(
     glob: str = "*.txt",
     on_bad_file: OnBadFile = "error",
 ) -> None:
-    """Prints the loss (nats a token) and the perplexity of a run's model on a text.
+    """Prints how well a run's model does on data: the loss in nats, and the perplexity, the share of exact translations, or the accuracy.
 
     Args:
         run: Folder of a run.
-        data: A UTF-8 file or a folder; left out: the text that the package ships, all of it.
+        data: As for train; left out: the text that the package ships, all of it, and for pairs and labelled texts the rows that the run held out.
         glob: Names of the files to read in a folder, at any depth.
         on_bad_file: What to do with a file that is not UTF-8 or cannot be read.
     """
     from flax_gpt.training.loop import evaluate, load_run
 
-    found = evaluate(load_run(run), data, glob=glob, on_bad_file=on_bad_file)
-    print(f"loss {found['loss']:.6f}  perplexity {found['perplexity']:.4f}  tokens {found['tokens']:.0f}")
+    found = evaluate(load_run(run), None if data is None else str(data), glob=glob, on_bad_file=on_bad_file)
+    print("  ".join(f"{name} {value:.6f}".removesuffix(".000000") for name, value in found.items()))
 
 
 def generate(
     run: Run,
     /,
     *,
-    prompt: str,
-    max_new_tokens: int = 200,
+    prompt: str | None = None,
+    source: str | None = None,
+    max_new_tokens: int | None = None,
     samples: int = 1,
     seed: int = 0,
     overflow: Literal["slide", "error"] = "slide",
     sampling: SampleConfig = SampleConfig(),  # noqa: B008 (frozen)
+    search: BeamConfig = BeamConfig(),  # noqa: B008
 ) -> None:
-    """Continues a prompt with a run's model; the text appears as it is written.
+    """Continues a prompt with a run's GPT, as it is written, or translates a source with a run's encoder-decoder.
 
     Args:
         run: Folder of a run.
-        prompt: The text to continue, in characters of the run's vocabulary.
-        max_new_tokens: Tokens to write.
+        prompt: For a GPT: the text to continue, in characters of the run's vocabulary.
+        source: For an encoder-decoder: the text to translate; beam search finds the translation.
+        max_new_tokens: Tokens to write at most; left out: 200, or for a translation as many as the model's max_len allows.
         samples: Continuations drawn at once; the first appears as it is written, the others when all are done.
         seed: Of the draws; the same seed writes the same text.
         overflow: Beyond the model's max_len, 'slide' moves the window on, recomputing it for each token; 'error' refuses.
     """
     require(0 <= seed < 2**64, "seed", seed, "must lie in [0, 2**64)")
-    require(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "must be at least 1")
+    require(max_new_tokens is None or max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "must be at least 1")
+    require((prompt is None) != (source is None), "--prompt", prompt, "is required for a GPT, --source for an encoder-decoder, one of the two")
     require(samples >= 1, "samples", samples, "must be at least 1")
+    if source is not None:
+        from flax_gpt.generation.translate import translate
+
+        for translation in translate(load(run, "encoder-decoder"), [source], max_new_tokens, **search.to_dict())[0]:
+            print(f"{translation.score:.4f}  {translation.text}" if search.n_best > 1 else translation.text)
+        return
+    assert prompt is not None
     from flax_gpt.generation.sampling import stream
     from flax_gpt.random import key_from_seed
-    from flax_gpt.training.loop import load_run
 
-    loaded = load_run(run)
+    loaded = load(run, "gpt")
+    max_new_tokens = 200 if max_new_tokens is None else max_new_tokens
     loaded.tokenizer.encode(prompt, "prompt")
     options = {"samples": samples, "key": key_from_seed(seed), "overflow": overflow, **sampling.to_dict()}
     texts = [prompt] * samples
@@ -117,6 +136,15 @@ def generate(
     print()
     for number, text in enumerate(texts[1:], start=2):
         print(f"{heading(number, samples)}{text}")
+
+
+def load(run: Path, kind: str) -> Any:
+    """The run, which must be of the kind. Raises InputError for another."""
+    from flax_gpt.training.loop import load_run
+
+    loaded = load_run(run)
+    require(loaded.kind == kind, "RUN", str(run), f"holds a model of the kind {loaded.kind!r}; this takes {kind!r}")
+    return loaded
 
 
 def heading(number: int, samples: int) -> str:
@@ -145,9 +173,23 @@ def figures_attention(run: Run, /, *, text: str, out: Path | None = None) -> Non
         out: Folder of the pictures; RUN/figures when left out.
     """
     from flax_gpt.figures import attention
-    from flax_gpt.training.loop import load_run
 
-    for path in attention.draw(load_run(run), text, run / "figures" if out is None else out):
+    for path in attention.draw(load(run, "gpt"), text, run / "figures" if out is None else out):
+        print(path)
+
+
+def figures_cross_attention(run: Run, /, *, source: str, target: str | None = None, out: Path | None = None) -> None:
+    """Draws what a run's encoder-decoder looks at in a source as it writes each character of the target.
+
+    Args:
+        run: Folder of a run.
+        source: What the model translates.
+        target: What it is made to write; left out: its own greedy translation.
+        out: Folder of the pictures; RUN/figures when left out.
+    """
+    from flax_gpt.figures import cross_attention
+
+    for path in cross_attention.draw(load(run, "encoder-decoder"), source, run / "figures" if out is None else out, target=target):
         print(path)
 
 
@@ -210,6 +252,7 @@ COMMANDS: dict[str, Command] = {
     "evaluate": evaluate,
     "parity": parity,
     "figures attention": figures_attention,
+    "figures cross-attention": figures_cross_attention,
     **{f"figures {name}": figures_of(name) for name in figures.EXPERIMENTS},
     "convert": convert,
     "demo": demo,
