@@ -49,8 +49,8 @@ def train(
             of these.
         out: Folder of the run.
         kind: What to train; the help shows the options of the one that stands beside --help.
-        preset: Where the defaults below come from; left out: the first of the kind's, minigpt, dates or majority. The help shows those of the one
-            that stands beside --help.
+        preset: Where the defaults below come from; left out: minigpt, dates or majority, by the kind. The help shows those of the preset that
+            stands beside --help.
         glob: Names of the files to read in a folder, at any depth.
         on_bad_file: What to do with a file that is not UTF-8 or cannot be read.
         resume: Go on with the run in --out, bitwise as if it had never stopped; options that are left out are the run's.

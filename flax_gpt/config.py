@@ -253,6 +253,12 @@ class EncoderDecoderConfig(TransformerConfig):
         return self.vocab_size if self.source_vocab_size is None else self.source_vocab_size
 
 
+ENCODER_PRESETS: dict[str, dict[str, Any]] = {"majority": dict(init="torch")}
+ENCODER_DECODER_PRESETS: dict[str, dict[str, Any]] = {"dates": dict(d_model=64, num_layers=2, max_len=32, dropout=0.0)}
+PRESETS = {"gpt": GPT_PRESETS, "encoder-decoder": ENCODER_DECODER_PRESETS, "classifier": ENCODER_PRESETS}
+"""By the kind of model; the first of each is its default."""
+
+
 Schedule = Literal["constant", "warmup_cosine"]
 Optimizer = Literal["adamw", "adam"]
 Decay = Literal["matrices", "all"]
@@ -348,6 +354,15 @@ class TrainConfig(_Config):
 
 TRAIN_PRESETS: dict[str, dict[str, Any]] = {
     "minigpt": {},
+    "dates": dict(batch_size=48, steps=800, optimizer=dict(lr=4e-3)),
+    "majority": dict(
+        batch_size=64,
+        epochs=12,
+        held_out=0.2,
+        log_interval=32,
+        eval_interval=32,
+        optimizer=dict(optimizer="adam", schedule="constant", clip=None),
+    ),
     "llama": {},
     "original": dict(
         window=30,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Fixed, Suppress, arg
 
-from flax_gpt.config import GPT_PRESETS, TRAIN_PRESETS, GPTConfig, RopeConfig, TrainConfig
+from flax_gpt.config import PRESETS, TRAIN_PRESETS, EncoderConfig, EncoderDecoderConfig, GPTConfig, RopeConfig, TrainConfig
 from flax_gpt.errors import require
 
 RopeOptions = dataclasses.make_dataclass(
@@ -34,31 +34,73 @@ class ModelOptions(GPTConfig):
         return {name: value for name, value in super().to_dict().items() if name != "vocab_size"}
 
 
-def train_defaults(arguments: Sequence[str]) -> dict[str, Any]:
-    """The defaults of `train`'s options: those of the run that `arguments` resume, else those of their preset.
+@dataclasses.dataclass(frozen=True)
+class TranslatorOptions(EncoderDecoderConfig):
+    """Sizes, rates, initial weights and parts of the model."""
 
-    Raises InputError for an unknown preset.
+    vocab_size: Suppress[Fixed[int]] = 3
+    source_vocab_size: Suppress[Fixed[int | None]] = None
+    bos: Suppress[Fixed[int]] = EncoderDecoderConfig.bos
+    eos: Suppress[Fixed[int]] = EncoderDecoderConfig.eos
+    pad: Suppress[Fixed[int]] = EncoderDecoderConfig.pad
+    rope: RopeOptions = RopeOptions()  # type: ignore[valid-type]  # noqa: RUF009 (frozen)
+    """Used by the rope positions alone."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of EncoderDecoderConfig but for those that the pairs set."""
+        hidden = ("vocab_size", "source_vocab_size", "bos", "eos", "pad")
+        return {name: value for name, value in super().to_dict().items() if name not in hidden}
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassifierOptions(EncoderConfig):
+    """Sizes, rates, initial weights and parts of the model."""
+
+    vocab_size: Suppress[Fixed[int]] = 2
+    num_classes: Suppress[Fixed[int]] = 2
+    rope: RopeOptions = RopeOptions()  # type: ignore[valid-type]  # noqa: RUF009 (frozen)
+    """Used by the rope positions alone."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of EncoderConfig but for those that the texts set."""
+        return {name: value for name, value in super().to_dict().items() if name not in ("vocab_size", "num_classes")}
+
+
+OPTIONS: dict[str, Any] = {"gpt": ModelOptions, "encoder-decoder": TranslatorOptions, "classifier": ClassifierOptions}
+"""By the kind of model."""
+
+
+def train_defaults(arguments: Sequence[str]) -> dict[str, Any]:
+    """The defaults of `train`'s options: those of the run that `arguments` resume, else those of their kind of model and preset.
+
+    Raises InputError for an unknown kind or preset.
     """
     record = Path(_value(arguments, "--out") or "") / "run.json"
     if "--resume" in arguments and record.is_file():
         values = _read(record)
     else:
-        preset = _value(arguments, "--preset") or "minigpt"
-        require(preset in GPT_PRESETS, "preset", preset, f"must be one of {', '.join(GPT_PRESETS)}")
-        values = {"model": GPT_PRESETS[preset], "train": dict(TRAIN_PRESETS.get(preset, {}))}
+        kind = _value(arguments, "--model") or "gpt"
+        require(kind in PRESETS, "model", kind, f"must be one of {', '.join(PRESETS)}")
+        preset = _value(arguments, "--preset") or next(iter(PRESETS[kind]))
+        require(preset in PRESETS[kind], "preset", preset, f"must be one of {', '.join(PRESETS[kind])}")
+        values = {"model": PRESETS[kind][preset], "train": dict(TRAIN_PRESETS.get(preset, {})), "kind": kind, "preset": preset}
     if not values:
         return {}
     # The length is one option of two: the one that is given takes the place of the preset's.
     for given, other in (("--steps", "epochs"), ("--epochs", "steps")):
         if _value(arguments, given) is not None:
             values["train"][other] = None
-    return {"model": ModelOptions.from_dict(values["model"] | {"vocab_size": 1}), "training": TrainConfig.from_dict(values["train"])}
+    options = OPTIONS[values["kind"]]
+    model = {name: value for name, value in values["model"].items() if name in options().to_dict()}
+    named = {name: values[name] for name in ("kind", "preset") if name in values}
+    return named | {"model": options.from_dict(model), "training": TrainConfig.from_dict(values["train"])}
 
 
 def _read(record: Path) -> dict[str, Any]:
     """What a run says of itself; nothing when it cannot be read, which `train` then refuses with the reason."""
     try:
-        return {name: dict(json.loads(record.read_text(encoding="utf-8"))[name]) for name in ("model", "train")}
+        values = json.loads(record.read_text(encoding="utf-8"))
+        return {"kind": values["kind"] if values["kind"] in OPTIONS else "gpt"} | {name: dict(values[name]) for name in ("model", "train")}
     except (OSError, ValueError, LookupError, TypeError):
         return {}
 

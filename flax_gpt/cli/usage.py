@@ -1,6 +1,7 @@
 """Arguments of a command, read by tyro from the signature of its function. A refusal comes out as one line."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import io
@@ -72,8 +73,15 @@ def bind(command: Command, name: str, arguments: Sequence[str], defaults: Mappin
         return functools.partial(command, *values, **named)
 
     signature = inspect.signature(command)
-    parameters = [parameter.replace(default=defaults.get(key, parameter.default)) for key, parameter in signature.parameters.items()]
+    # A group of options has the fields of its default, which may be those of another configuration than the command names.
+    groups = {key: type(value) for key, value in defaults.items() if dataclasses.is_dataclass(value)}
+    parameters = [
+        parameter.replace(default=defaults.get(key, parameter.default), annotation=groups.get(key, parameter.annotation))
+        for key, parameter in signature.parameters.items()
+    ]
     bound.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    bound.__annotations__ = command.__annotations__ | groups
+    del bound.__wrapped__  # or tyro would read the command's own annotations
 
     wants_help = any(argument in ("-h", "--help") for argument in arguments)
     report = io.StringIO()

@@ -31,32 +31,43 @@ def attention_maps(model: nnx.Module, ids: np.ndarray) -> list[np.ndarray]:
     return [np.asarray(layer[0], np.float64) for layer in maps]
 
 
-def panels(maps: list[np.ndarray], titles: list[str], tokens: list[str], title: str) -> Figure:
-    """One heat map (T, T) a panel, rows asking and columns looked at. Call it within `style.labels`.
+def panels(
+    maps: list[np.ndarray],
+    titles: list[str],
+    tokens: list[str],
+    title: str,
+    *,
+    queries: list[str] | None = None,
+    axes: tuple[str, str] = ("key (looked at)", "query (looking)"),
+) -> Figure:
+    """One heat map (T, S) a panel, rows asking and columns looked at. Call it within `style.labels`.
 
-    All share one colour scale from 0, by the square root of the weight: most weights are small.
+    All share one colour scale from 0, by the square root of the weight: most weights are small. `tokens` label the columns and, without `queries`,
+    the rows.
     """
-    T = len(tokens)
+    queries = tokens if queries is None else queries
+    across_name, down_name = axes
+    T = max(len(tokens), len(queries))
     longest = max(map(len, tokens))
     font = 9.0 if T <= 24 else 7.5
     across = font / 72 * max(1.35, 0.7 * longest)  # inches that the longest label takes
     cell = max(font / 72 * 1.4, 2.4 / T)
-    side = cell * T
+    side, height = cell * len(tokens), cell * len(queries)
     columns = min(len(maps), max(math.floor(WIDTH / (side + MARGIN)), math.ceil(math.sqrt(len(maps)))))
     rows = math.ceil(len(maps) / columns)
     columns = math.ceil(len(maps) / rows)  # four panels that do not fit in a row stand two by two
-    figure = Figure(figsize=(columns * (side + MARGIN + across) + 0.8, rows * (side + MARGIN + across) + 0.5), layout="constrained")
+    figure = Figure(figsize=(columns * (side + MARGIN + across) + 0.8, rows * (height + MARGIN + across) + 0.5), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     scale = PowerNorm(0.5, vmin=0.0, vmax=max(float(m.max()) for m in maps))
-    for axes, weights, name in zip(grid.flat, maps, titles, strict=False):
-        image = axes.imshow(weights, cmap="viridis", norm=scale, interpolation="nearest", aspect="equal")
-        axes.set_title(name)
-        axes.set_xticks(range(T), tokens, fontsize=font, rotation=90 if longest > 1 else 0)
-        axes.set_yticks(range(T), tokens, fontsize=font)
-        axes.tick_params(length=0, pad=2)
-        axes.set(xlabel="key (looked at)", ylabel="query (looking)")
-    for axes in grid.flat[len(maps) :]:
-        axes.set_visible(False)
+    for panel, weights, name in zip(grid.flat, maps, titles, strict=False):
+        image = panel.imshow(weights, cmap="viridis", norm=scale, interpolation="nearest", aspect="equal")
+        panel.set_title(name)
+        panel.set_xticks(range(len(tokens)), tokens, fontsize=font, rotation=90 if longest > 1 else 0)
+        panel.set_yticks(range(len(queries)), queries, fontsize=font)
+        panel.tick_params(length=0, pad=2)
+        panel.set(xlabel=across_name, ylabel=down_name)
+    for panel in grid.flat[len(maps) :]:
+        panel.set_visible(False)
     bar = figure.colorbar(image, ax=grid, fraction=0.04 / columns, pad=0.02, aspect=30)
     bar.set_ticks([tick for tick in TICKS if tick <= scale.vmax])
     bar.set_label("attention weight (colours by its square root)")
