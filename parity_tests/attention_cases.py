@@ -64,7 +64,7 @@ def covering(grid: Mapping[str, Sequence[Any]]) -> list[Row]:
         (a, x), (b, y) = min(pairs, key=order.__getitem__)
         chosen = {a: x, b: y}
         gain = functools.partial(_gain, pairs, chosen, len(rows))
-        for name in sorted(set(names) - {a, b}, key=lambda name: -len(grid[name])):
+        for name in sorted((name for name in names if name not in (a, b)), key=lambda name: -len(grid[name])):
             chosen[name] = max(range(len(grid[name])), key=lambda value: gain(name, value))
         pairs -= set(itertools.combinations(sorted(chosen.items()), 2))
         rows.append({name: grid[name][chosen[name]] for name in names})
