@@ -69,8 +69,9 @@ def combined_mask(lengths: Any, T: int) -> Array:
 def permutation_mask(order: Any) -> Array:
     """Position p sees the positions that stand before p in `order` (XLNet: Yang et al. 2019, section 2.2).
 
-    (T, T) for one order (T,), (B, 1, T, T) for an order a row (B, T), both known on the host. The first position in an order sees nothing: for
-    [2, 0, 3, 1] position 3 sees 2 and 0 (as the original's function has it; its printed example differs). Raises InputError when an order is not a permutation of 0 … T - 1.
+    (T, T) for one order (T,), (B, 1, T, T) for an order a row (B, T), both known on the host. The first position in an order sees nothing; for
+    [2, 0, 3, 1] position 3 sees 2 and 0, as in the original's function, from which its printed example differs.
+    Raises InputError when an order is not a permutation of 0 … T - 1.
     """
     order = np.asarray(order)
     integers = order.ndim in (1, 2) and order.size >= 1 and np.issubdtype(order.dtype, np.integer)

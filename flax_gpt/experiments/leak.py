@@ -122,9 +122,9 @@ def measure(model: MiniGPT, tokens: jax.Array, targets: jax.Array) -> dict[str, 
     honest = prefix_logits(model, tokens)
     return {
         "held_out_loss": cross_entropy(logits, targets),
-        "held_out_accuracy": jnp.mean(jnp.argmax(logits, axis=-1) == targets),
+        "held_out_accuracy": jnp.mean(jnp.argmax(logits, axis=-1) == targets, dtype=logits.dtype),
         "honest_loss": cross_entropy(honest, targets),
-        "honest_accuracy": jnp.mean(jnp.argmax(honest, axis=-1) == targets),
+        "honest_accuracy": jnp.mean(jnp.argmax(honest, axis=-1) == targets, dtype=logits.dtype),
     }
 
 

@@ -57,7 +57,7 @@ def measure(q: jax.Array, k: jax.Array) -> dict[str, jax.Array]:
     found = {}
     for name, scale in SCALES.items():
         _, weights = attend(q, k, k, scale=scale, return_weights=True)
-        found[f"score_std/{name}"] = jnp.std(jnp.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale))
+        found[f"score_std/{name}"] = jnp.sqrt(jnp.var(jnp.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)))
         found[f"entropy/{name}"] = jnp.mean(entropy(weights))
         found[f"largest/{name}"] = jnp.mean(jnp.max(weights, axis=-1))
     return found

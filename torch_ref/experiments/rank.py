@@ -18,7 +18,7 @@ def measure(q: Tensor, k: Tensor) -> dict[str, Tensor]:
     for name, matrices in (("map", weights[0]), ("score", scores), ("mean_map", torch.mean(weights[0], dim=0))):
         values = torch.linalg.svdvals(matrices)
         found[f"{name}_singular_values"] = values
-        found[f"{name}_rank"] = torch.sum(values > THRESHOLD, dim=-1)
+        found[f"{name}_rank"] = torch.count_nonzero(values > THRESHOLD, dim=-1)
         found[f"{name}_effective_rank"] = effective_rank(values)
     del found["score_effective_rank"]
     return found

@@ -14,7 +14,7 @@ def measure(q: Tensor, k: Tensor) -> dict[str, Tensor]:
     for name, scale in SCALES.items():
         _, weights = attend(q, k, k, scale=scale, return_weights=True)
         scores = torch.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        found[f"score_std/{name}"] = torch.std(scores, correction=0)
+        found[f"score_std/{name}"] = torch.sqrt(torch.var(scores, correction=0))
         found[f"entropy/{name}"] = torch.mean(entropy(weights))
         found[f"largest/{name}"] = torch.mean(torch.amax(weights, dim=-1))
     return found
