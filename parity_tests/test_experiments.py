@@ -362,27 +362,41 @@ def test_what_the_variants_reach():
 CONFIG = GPTConfig(vocab_size=7, d_model=16, num_heads=4, num_layers=1, max_len=12, dropout=0.0, init="torch", positions="rope_half")
 
 
+PARTS = ("query", "key", "value", "output")
+SOURCES = {
+    "separate": {"query": "query", "key": "key", "value": "value"},
+    "key_value": {"query": "query", "key": "key", "value": "key"},
+    "query_key": {"query": "query", "key": "query", "value": "value"},
+    "none": {},
+}
+"""Projection of the separate module → the one of the shared module that stands for it; a unit matrix where there is none."""
+
+
 @pytest.mark.parametrize("name", SHARING)
 def test_variants_are_separate_attention_with_equal_weights(name):
     """Copied or unit weights in the separate module, under RoPE, a causal mask and padding, give the same bits."""
-    shared = SHARING[name](CONFIG, "place", rngs=nnx.Rngs(1))
-    whole = MultiHeadAttention(CONFIG, "place", rngs=nnx.Rngs(2))
-    source = {
-        "separate": {"query": "query", "key": "key", "value": "value"},
-        "key_value": {"query": "query", "key": "key", "value": "key"},
-        "query_key": {"query": "query", "key": "query", "value": "value"},
-        "none": {},
-    }[name] | {"output": "output"}
-    for target in ("query", "key", "value", "output"):
+    source = SOURCES[name] | {"output": "output"}
+    x = np.random.default_rng(0).standard_normal((2, 6, 16)).astype(np.float32)
+
+    shared, whole = SHARING[name](CONFIG, "place", rngs=nnx.Rngs(1)), MultiHeadAttention(CONFIG, "place", rngs=nnx.Rngs(2))
+    for target in PARTS:
         kernel = getattr(shared, source[target]).kernel[...] if target in source else jnp.eye(CONFIG.d_model)
         getattr(whole, target).kernel.set_value(kernel)
-    assert {part for part in ("query", "key", "value", "output") if hasattr(shared, part)} == set(source.values())
-
-    model = MiniGPT(CONFIG, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(0), (2, 6, 16))
-    options = dict(causal=True, lengths=jnp.array([6, 4]), rotation=model.rotation(6, None, None), return_attention=True)
-    for ours, theirs in zip(shared(x, **options), whole(x, **options), strict=True):
+    assert {part for part in PARTS if hasattr(shared, part)} == set(source.values())
+    rotation = MiniGPT(CONFIG, rngs=nnx.Rngs(0)).rotation(6, None, None)
+    options = dict(causal=True, lengths=jnp.array([6, 4]), rotation=rotation, return_attention=True)
+    for ours, theirs in zip(shared(jnp.asarray(x), **options), whole(jnp.asarray(x), **options), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+    shared, whole = torch_ref.nn.sharing.SHARING[name](CONFIG, "place"), torch_ref.nn.attention.MultiHeadAttention(CONFIG, "place")
+    for target in PARTS:
+        weight = getattr(shared, source[target]).weight if target in source else torch.eye(CONFIG.d_model)
+        getattr(whole, target).weight.data.copy_(weight)
+    assert {part for part in PARTS if hasattr(shared, part)} == set(source.values())
+    rotation = torch_ref.models.gpt.MiniGPT(CONFIG).rotation(6, None, None)
+    options = dict(causal=True, lengths=torch.tensor([6, 4]), rotation=rotation, return_attention=True)
+    for ours, theirs in zip(shared(torch.from_numpy(x), **options), whole(torch.from_numpy(x), **options), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["key_value", "query_key"])
