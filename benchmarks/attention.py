@@ -131,9 +131,8 @@ def main() -> None:
         side, length, dtype, backward, seconds = arguments.worker
         print(json.dumps(WORKERS[side](int(length), dtype, backward == "1", float(seconds))))
         return
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; B {BATCH}, H {HEADS}, Dh {WIDTH}, causal; load {os.getloadavg()[0]:.1f}"
-    )
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    print(f"{machine}; B {BATCH}, H {HEADS}, Dh {WIDTH}, causal; load {os.getloadavg()[0]:.1f}")
     print("T      dtype     pass              kernel   JAX ms  torch ms   ratio   processor-time ratio   rejected samples")
     shown = lambda x: "     –" if x is None else f"{x:6.2f}"
     for dtype in arguments.dtypes:
