@@ -22,6 +22,7 @@ import torch_ref.weights.tree
 from flax_gpt.config import EncoderConfig, GPTConfig, OptimizerConfig
 from flax_gpt.models.encoder import TinyTransformer
 from flax_gpt.models.gpt import MiniGPT
+from flax_gpt.nn.positions import sinusoidal_table
 from flax_gpt.training.loss import cross_entropy
 from flax_gpt.training.optimizer import global_norm, make_optimizer
 from flax_gpt.weights import tree
@@ -72,15 +73,33 @@ def flax_model(config: Config, weights: Mapping[str, np.ndarray] | None = None, 
     config = config if dtype is None else dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
     kind = MiniGPT if isinstance(config, GPTConfig) else TinyTransformer
     with jax.enable_x64(config.param_dtype == "float64"):
-        model = kind(config, rngs=nnx.Rngs(seed))
-        if weights is not None:
-            tree.load_weights(model, weights)
+        if weights is None:
+            model = kind(config, rngs=nnx.Rngs(seed))
+        else:
+            model = _blank(kind, config)
+            tree.load_weights(model, _with_positions(config, weights))
     model.eval()
     return model
 
 
-def torch_model(config: Config, weights: Mapping[str, np.ndarray] | None = None, *, dtype: str | None = None) -> torch.nn.Module:
-    """The same in torch."""
+def _blank(kind: type, config: Config) -> nnx.Module:
+    """A model of zeros: drawing weights only to replace them costs a compilation for every shape."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0))))
+    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), state))
+
+
+def _with_positions(config: Config, weights: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """The weights, with the table of positions that a file may leave out."""
+    name = "pos_encoding.pe" if isinstance(config, GPTConfig) else "pos.pe"
+    return {name: sinusoidal_table(config.max_len, config.d_model)[None], **weights} if config.positions == "sinusoidal" else weights
+
+
+def torch_model(
+    config: Config, weights: Mapping[str, np.ndarray] | None = None, *, dtype: str | None = None, seed: int | None = None
+) -> torch.nn.Module:
+    """The same in torch; `seed` seeds torch's global generator, from which it draws."""
+    if seed is not None:
+        torch.manual_seed(seed)
     config = config if dtype is None else dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
     kind = torch_ref.models.gpt.MiniGPT if isinstance(config, GPTConfig) else torch_ref.models.encoder.TinyTransformer
     model = kind(config)
@@ -166,7 +185,8 @@ def _gradient(graph: Any, params: Any, rest: Any, tokens: Any, targets: Any, opt
 
 
 # The float64 run asks what the program means, not how fast its code is: compiled in half the time.
-_gradient_in_float64 = jax.jit(_gradient.__wrapped__, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+_QUICK = {"xla_backend_optimization_level": 0}
+_gradient_in_float64 = jax.jit(_gradient.__wrapped__, static_argnums=0, compiler_options=_QUICK)
 
 
 @contextlib.contextmanager
@@ -215,7 +235,7 @@ def flax_steps(model: nnx.Module, batch: Batch, config: OptimizerConfig, steps: 
     graph, params, rest = nnx.split(_set_dropout(model, batch), nnx.Param, ...)
     optimizer = make_optimizer(config, max(steps))
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=_QUICK if model.config.param_dtype == "float64" else None)
     def update(grads: Any, state: Any, params: Any) -> Any:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state

@@ -24,7 +24,7 @@ NOTHING = contextlib.nullcontext()
 
 @functools.cache
 def sound(dtype):
-    model = oracle.flax_model(CONFIG)
+    model = oracle.flax_model(CONFIG, oracle.torch_weights(oracle.torch_model(CONFIG, seed=0)))
     model = model if dtype == "float32" else oracle.in_float64(model)
     return oracle.flax_weights(model), oracle.flax_values(model, BATCH)
 
@@ -213,7 +213,7 @@ def test_missing_unexpected_and_misshapen_results_fail():
 
 
 def test_other_weights_are_refused_before_anything_is_compared():
-    ours = oracle.flax_model(CONFIG)
+    ours = oracle.flax_model(CONFIG, oracle.torch_weights(oracle.torch_model(CONFIG, seed=0)))
     weights = oracle.flax_weights(ours)
     changed = weights["final_norm.bias"].copy()
     changed[0] = np.nextafter(np.float32(0), np.float32(1))

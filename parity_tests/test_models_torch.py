@@ -178,7 +178,7 @@ def flax_layer_norm(x, weight, bias, dtype, **options):
 def test_layer_norm_far_from_zero(one_pass):
     """Mean 300, deviation 0.1: E[x²] - E[x]², NNX's default, is right in float64 and wrong in float32; two passes are right in both.
 
-    torch's forward pass is too, but its gradient adds multiples of x that cancel, at 17 times the cost of the formula; so the formula is the reference.
+    torch's forward pass is too, but its gradient adds multiples of x that cancel, 17 times worse than the formula, which is the reference here.
     """
     x, weight, bias = numbers(4, 64, scale=0.1, shift=300.0), numbers(64, seed=1), numbers(64, seed=2)
 

@@ -29,8 +29,8 @@ def batch(seed=0):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_and_ten_steps(name):
     """Parameters and both moments after the first and the tenth step, losses and gradient norms of all ten."""
-    ours = oracle.flax_model(CONFIG)
-    theirs = oracle.torch_model(CONFIG, oracle.flax_weights(ours))
+    theirs = oracle.torch_model(CONFIG, seed=0)
+    ours = oracle.flax_model(CONFIG, oracle.torch_weights(theirs))
     report = compare.check_steps(ours, theirs, batch(), OPTIMIZERS[name], (1, 10))
     assert report.ok, report.failures()
     groups = {row.name.split("/")[0] for row in report.rows if row.dtype == "float32"}
@@ -40,8 +40,8 @@ def test_one_and_ten_steps(name):
 def test_dropout_on():
     """The same elements are dropped, so a train-mode step is comparable too."""
     config = GPTConfig(vocab_size=29, d_model=16, num_heads=2, num_layers=1, d_ff=24, max_len=8, dropout=0.5)
-    ours = oracle.flax_model(config)
-    theirs = oracle.torch_model(config, oracle.flax_weights(ours))
+    theirs = oracle.torch_model(config, seed=0)
+    ours = oracle.flax_model(config, oracle.torch_weights(theirs))
     optimizer = OPTIMIZERS["adamw, warm-up and cosine"]
     report = compare.check_steps(ours, theirs, batch() | {"dropout_key": [3, 4]}, optimizer, (1, 2))
     assert report.ok, report.failures()
@@ -109,7 +109,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_fails(name):
     config = OptimizerConfig(lr=3e-3, warmup_steps=3, decay="matrices", weight_decay=0.1, clip=0.5)
-    ours = oracle.flax_model(CONFIG)
+    ours = oracle.flax_model(CONFIG, oracle.torch_weights(oracle.torch_model(CONFIG, seed=0)))
     weights, data = oracle.flax_weights(ours), oracle.Batch.of(batch())
     faulty, context = FAULTS[name](config)
     with context:
