@@ -45,7 +45,7 @@ class _Config:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Raises InputError for a name that the configuration does not have. Nested configurations may be mappings."""
-        defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for name in values:
             require(name in defaults, name, values[name], f"is not a field of {cls.__name__}: {', '.join(defaults)}")
         nested = {
@@ -67,7 +67,8 @@ class RopeConfig(_Config):
     """θ of the slowest pair is base^(-(Dh - 2) / Dh)."""
     scaling: Scaling = "none"
     """'linear': positions / factor (Chen et al. 2023); 'dynamic_linear': positions × min(1, trained_len / length);
-    'ntk': base × factor^(Dh / (Dh - 2)); 'dynamic_ntk': the same with the length's own factor beyond trained_len; 'yarn': Peng et al. 2023; 'llama3': as Llama 3.1 was published."""
+    'ntk': base × factor^(Dh / (Dh - 2)); 'dynamic_ntk': the same with the length's own factor beyond trained_len;
+    'yarn': Peng et al. 2023; 'llama3': as Llama 3.1 was published."""
     factor: float = 1.0
     """How many times the trained length; above 0."""
     trained_len: int | None = None

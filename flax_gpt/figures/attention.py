@@ -58,7 +58,8 @@ def panels(
     columns = math.ceil(len(maps) / rows)  # four panels that do not fit in a row stand two by two
     figure = Figure(figsize=(columns * (side + MARGIN + across) + 0.8, rows * (height + MARGIN + across) + 0.5), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
-    scale = PowerNorm(0.5, vmin=0.0, vmax=max(float(m.max()) for m in maps))
+    largest = max(float(m.max()) for m in maps)
+    scale = PowerNorm(0.5, vmin=0.0, vmax=largest)
     for panel, weights, name in zip(grid.flat, maps, titles, strict=False):
         image = panel.imshow(weights, cmap="viridis", norm=scale, interpolation="nearest", aspect="equal")
         panel.set_title(name)
@@ -69,7 +70,7 @@ def panels(
     for panel in grid.flat[len(maps) :]:
         panel.set_visible(False)
     bar = figure.colorbar(image, ax=grid, fraction=0.04 / columns, pad=0.02, aspect=30)
-    bar.set_ticks([tick for tick in TICKS if tick <= scale.vmax])
+    bar.set_ticks([tick for tick in TICKS if tick <= largest])
     bar.set_label("attention weight (colours by its square root)")
     figure.suptitle(title)
     return figure

@@ -64,12 +64,12 @@ class Block(Residual):
         """The same without dropout, over a key/value cache; see MultiHeadAttention.step."""
 
         def attention(x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            y, *caches = self.attention.step(x, keys, values, lengths, rotation)
-            return y, tuple(caches)
+            y, new_keys, new_values = self.attention.step(x, keys, values, lengths, rotation)
+            return y, (new_keys, new_values)
 
         x, caches = self.add(x, self.norm1, attention)
         x, _ = self.add(x, self.norm2, lambda x: (self.feed_forward(x), None))
-        return x, *caches
+        return x, caches[0], caches[1]
 
 
 class DecoderBlock(Residual):
@@ -121,10 +121,10 @@ class DecoderBlock(Residual):
         """The same without dropout, over a key/value cache and the memory's keys and values (B, S, K, Dh), which are computed once."""
 
         def attention(x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            y, *caches = self.attention.step(x, keys, values, lengths, rotation)
-            return y, tuple(caches)
+            y, new_keys, new_values = self.attention.step(x, keys, values, lengths, rotation)
+            return y, (new_keys, new_values)
 
         x, caches = self.add(x, self.norm1, attention)
         x, _ = self.add(x, self.norm2, lambda x: (self.cross_attention.read(x, *memory, memory_lengths), None))
         x, _ = self.add(x, self.norm3, lambda x: (self.feed_forward(x), None))
-        return x, *caches
+        return x, caches[0], caches[1]
