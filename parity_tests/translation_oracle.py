@@ -38,7 +38,7 @@ class Case:
     label_smoothing: float = 0.0
     dropout_key: np.ndarray | None = None
     """(2,) uint32; None runs in eval mode."""
-    optimizer: OptimizerConfig = OptimizerConfig(warmup_steps=0)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=lambda: OptimizerConfig(warmup_steps=0))
 
 
 def new_weights(config: EncoderDecoderConfig, seed: int = 0) -> Values:
