@@ -205,10 +205,12 @@ def _flax_arithmetic(model: nnx.Module, *, strict: bool = True) -> Iterator[None
         yield
 
 
-def torch_steps(model: torch.nn.Module, batch: Batch, config: OptimizerConfig, steps: int, powers: np.random.Generator | None = None) -> Values:
-    """losses, grad_norms (before the clip), and weights/, exp_avg/ and exp_avg_sq/NAME after `steps` updates on one batch; `model` stays.
+def torch_steps(
+    model: torch.nn.Module, batch: Batch, config: OptimizerConfig, steps: Sequence[int], powers: np.random.Generator | None = None
+) -> Values:
+    """losses and grad_norms (before the clip) of max(steps) updates on one batch, and stepN/{weights,exp_avg,exp_avg_sq}/NAME after each N of `steps`.
 
-    `powers` disturbs those of Adam's β.
+    `model` stays as it was; `powers` disturbs the powers of Adam's β.
     """
     model = copy.deepcopy(model)
     optimizer = torch_ref.training.optimizer.make_optimizer(model, config, max(steps))
