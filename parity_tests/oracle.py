@@ -208,7 +208,7 @@ def _flax_arithmetic(model: nnx.Module, *, strict: bool = True) -> Iterator[None
 def torch_steps(
     model: torch.nn.Module, batch: Batch, config: OptimizerConfig, steps: Sequence[int], powers: np.random.Generator | None = None
 ) -> Values:
-    """losses and grad_norms (before the clip) of max(steps) updates on one batch, and stepN/{weights,exp_avg,exp_avg_sq}/NAME after each N of `steps`.
+    """losses, grad_norms (before the clip) of max(steps) updates on one batch, and stepN/{weights,exp_avg,exp_avg_sq}/NAME after each N of `steps`.
 
     `model` stays as it was; `powers` disturbs the powers of Adam's β.
     """
