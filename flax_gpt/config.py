@@ -4,8 +4,9 @@ import dataclasses
 import json
 import math
 import numbers
+import types
 from collections.abc import Mapping
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from flax_gpt.errors import InputError, require
 
@@ -36,8 +37,28 @@ def _rate(name: str, value: float) -> None:
     require(0.0 <= value < 1.0, name, value, "must lie in [0, 1)")
 
 
+def _fits(value: object, kind: Any) -> bool:
+    if kind in (int, float):
+        number = isinstance(value, numbers.Integral if kind is int else numbers.Real) and not isinstance(value, bool)
+        return number and abs(value) < (2**63 if kind is int else math.inf)  # type: ignore[operator]
+    return value in get_args(kind) if get_origin(kind) is Literal else isinstance(value, kind)
+
+
+def _kind_name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return {int: "an integer", float: "a finite number", bool: "True or False", str: "a string", type(None): "None"}.get(kind, f"a {kind}")
+
+
 class _Config:
-    """Shared by the configurations: JSON in and out, refusing names that it does not know."""
+    """Shared by the configurations: fields of their declared types, JSON in and out, refusing names that it does not know."""
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            value, kinds = getattr(self, name), get_args(hint) if isinstance(hint, types.UnionType) or get_origin(hint) is Union else (hint,)
+            require(any(_fits(value, kind) for kind in kinds), name, value, f"must be {' or '.join(map(_kind_name, kinds))}")
+            if isinstance(value, int) and name != "seed":
+                require(value < 2**31, name, value, "must be below 2**31")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)  # type: ignore[call-overload]
@@ -56,7 +77,13 @@ class _Config:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        return cls.from_dict(json.loads(text))
+        """Raises InputError for what is no JSON object, too."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InputError("text", text[:40], f"is no JSON: {error}") from error
+        require(isinstance(values, dict), "text", text[:40], "must be a JSON object")
+        return cls.from_dict(values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +112,9 @@ class RopeConfig(_Config):
     """llama3: pairs with wavelengths below trained_len / high_freq_factor are left alone."""
 
     def __post_init__(self) -> None:
-        _one_of("scaling", self.scaling, Scaling)
-        require(self.base > 1 and math.isfinite(self.base), "base", self.base, "must be finite and above 1")
-        require(self.factor > 0 and math.isfinite(self.factor), "factor", self.factor, "must be finite and above 0")
+        super().__post_init__()
+        require(self.base > 1, "base", self.base, "must be above 1")
+        require(self.factor > 0, "factor", self.factor, "must be above 0")
         require(self.trained_len is None or self.trained_len >= 1, "trained_len", self.trained_len, "must be at least 1")
         require(self.beta_fast > self.beta_slow > 0, "beta_fast", self.beta_fast, f"must be above beta_slow = {self.beta_slow}, both above 0")
         require(self.attention_factor is None or self.attention_factor > 0, "attention_factor", self.attention_factor, "must be above 0")
@@ -147,6 +174,7 @@ class TransformerConfig(_Config):
     """Multiply the token embedding by √D."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _at_least_one(self, "vocab_size", "d_model", "num_heads", "num_layers", "max_len", "ff_width")
         require(self.d_model % self.num_heads == 0, "d_model", self.d_model, f"must be divisible by num_heads = {self.num_heads}")
         kv = self.kv_heads
@@ -154,8 +182,6 @@ class TransformerConfig(_Config):
         for name in ("dropout", "attention_dropout"):
             _rate(name, getattr(self, name))
         require(self.norm_eps > 0, "norm_eps", self.norm_eps, "must be positive")
-        for name, choices in (("init", Init), ("positions", Positions), ("norm", Norm), ("norm_placement", Placement), ("activation", Activation)):
-            _one_of(name, getattr(self, name), choices)
         for name in ("dtype", "param_dtype"):
             _one_of(name, getattr(self, name), FLOAT_DTYPES)
         if self.positions == "sinusoidal":
@@ -293,9 +319,8 @@ class OptimizerConfig(_Config):
     """Largest global gradient norm; None does not clip. torch's formula: max_norm / (norm + 1e-6), at most 1."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("optimizer", Optimizer), ("schedule", Schedule), ("decay", Decay)):
-            _one_of(name, getattr(self, name), choices)
-        require(self.lr > 0 and math.isfinite(self.lr), "lr", self.lr, "must be positive and finite")
+        super().__post_init__()
+        require(self.lr > 0, "lr", self.lr, "must be positive")
         require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be at least 0")
         require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
         for name in ("beta1", "beta2"):
@@ -307,14 +332,14 @@ class OptimizerConfig(_Config):
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(_Config):
-    """How a language model is trained: what is drawn, for how long, and what is kept."""
+    """How a model is trained: what is drawn, for how long, and what is kept."""
 
     seed: int = 0
     """Of the initial weights, of the order of the windows and of dropout."""
     window: int | None = None
     """Tokens a training window; None means the model's max_len."""
     batch_size: int = 32
-    """Windows a step."""
+    """Windows a step, or rows of a table."""
     steps: int | None = None
     """Optimizer steps; give this or epochs. Neither: 1000 steps."""
     epochs: int | None = None
@@ -322,7 +347,7 @@ class TrainConfig(_Config):
     stride: int | None = None
     """Tokens between the starts of windows; None means 1, so that every window trains."""
     held_out: float = 0.1
-    """Share of the tokens, at the end of the text, that is evaluated and never trained on; 0 holds nothing out."""
+    """Share that is evaluated and never trained on: the end of a text, or rows of a table that share no text with the others; 0 holds nothing out."""
     log_interval: int = 10
     """Steps between lines in metrics.jsonl; the only times when the host waits for the device."""
     eval_interval: int = 200
@@ -337,6 +362,7 @@ class TrainConfig(_Config):
     """Optimizer, schedule and clip."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(0 <= self.seed < 2**63, "seed", self.seed, "must lie in [0, 2**63)")
         for name in ("window", "steps", "epochs", "stride"):
             value = getattr(self, name)
@@ -388,7 +414,8 @@ class SampleConfig(_Config):
     """Keep the smallest set of tokens whose probability reaches p (Holtzman et al. 2020); None keeps all."""
 
     def __post_init__(self) -> None:
-        require(self.temperature >= 0 and math.isfinite(self.temperature), "temperature", self.temperature, "must be finite and at least 0")
+        super().__post_init__()
+        require(self.temperature >= 0, "temperature", self.temperature, "must be at least 0")
         require(self.top_k is None or self.top_k >= 0, "top_k", self.top_k, "must be at least 0")
         require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "must lie in (0, 1]")
 
@@ -411,6 +438,7 @@ class BeamConfig(_Config):
     """No sequence of this many tokens occurs twice in a hypothesis, prompt included; 0 bans nothing."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, smallest in (("beams", 1), ("n_best", 1), ("no_repeat_ngram", 0)):
             value = getattr(self, name)
             integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)

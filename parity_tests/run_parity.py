@@ -4,25 +4,32 @@ import json
 import os
 import pathlib
 
+import jax
 import numpy as np
 import torch
 
+import torch_ref.generation.beam
 import torch_ref.generation.sampling
 from flax_gpt.errors import require
+from flax_gpt.generation.beam import beam_search
 from flax_gpt.generation.sampling import generate
 from flax_gpt.training.data import load_corpus
+from flax_gpt.training.labels import encode_labelled
 from flax_gpt.training.loop import Run, load_run
-from parity_tests import compare, oracle, tolerances
+from flax_gpt.training.pairs import encode_pairs
+from flax_gpt.training.tasks import TASKS
+from parity_tests import compare, oracle, tolerances, translation_oracle
 from parity_tests.report import Report, Row
 
 
 def run(
     folder: str | os.PathLike[str], data: str | os.PathLike[str] | None = None, *, rows: int = 2, window: int | None = None, new_tokens: int = 32
 ) -> Report:
-    """Compares a run's model with torch_ref holding the same weights: maps, logits, loss, each gradient, an optimizer step and greedy tokens.
+    """Compares a run's model with torch_ref holding the same weights: maps, logits, loss, each gradient, an optimizer step and generated tokens.
 
     folder: a run folder. data: a UTF-8 text or a folder of texts; None reads the run's own again. rows: how many windows of `window` tokens (None:
-    the model's max_len) are compared, spread over the text. new_tokens: how many tokens are generated greedily.
+    the model's max_len) are compared, spread over the text. new_tokens: how many tokens are generated greedily. For an encoder-decoder or a
+    classifier data is a tab-separated file, None the rows that the run held out, of which the first `rows` are compared.
 
     Raises InputError for a folder that holds no run, and for a text that cannot be read or is shorter than a window.
     """
@@ -35,17 +42,47 @@ def run(
 
 
 def _compare(trained: Run, data: str | os.PathLike[str] | None, rows: int, window: int | None, new_tokens: int) -> Report:
-    batch = _batch(trained, data, rows, trained.config.max_len if window is None else window)
     report = Report(f"{trained.folder}, step {trained.step}: flax_gpt against torch_ref")
+    require(rows >= 1, "rows", rows, "must be at least 1")
+    if trained.kind == "encoder-decoder":
+        return _translation(trained, data, rows, report)
+    if trained.kind == "classifier":
+        batch = _labelled(trained, data, rows)
+    else:
+        batch = _batch(trained, data, rows, trained.config.max_len if window is None else window)
     theirs = oracle.torch_model(trained.config, oracle.flax_weights(trained.model))
     compare.check(trained.model, theirs, batch, report=report)
     compare.check_steps(trained.model, theirs, batch, trained.train_config.optimizer, (1,), report=report)
-    report.rows.append(_greedy(trained, theirs, batch["tokens"][:1, : max(1, batch["tokens"].shape[1] // 4)], new_tokens))
+    if trained.kind == "gpt":
+        report.rows.append(_greedy(trained, theirs, batch["tokens"][:1, : max(1, batch["tokens"].shape[1] // 4)], new_tokens))
+    return report
+
+
+def _labelled(trained: Run, data: str | os.PathLike[str] | None, rows: int) -> dict[str, np.ndarray]:
+    table = TASKS[trained.kind].evaluated(trained, data)
+    table = table.select(range(min(rows, len(table))))
+    batch = encode_labelled(table, trained.tokenizer, trained.config.max_len).batch(range(len(table)), len(table), trained.config.max_len)
+    return {"tokens": batch.tokens, "targets": batch.labels, "lengths": batch.lengths}
+
+
+def _translation(trained: Run, data: str | os.PathLike[str] | None, rows: int, report: Report) -> Report:
+    """Pairs that the run held out, and their translations in float64, where rounding decides nothing."""
+    table = TASKS[trained.kind].evaluated(trained, data)
+    table = table.select(range(min(rows, len(table))))
+    batch = encode_pairs(table, trained.tokenizer, trained.config.max_len).batch(range(len(table)), len(table), trained.config.max_len)
+    weights = oracle.flax_weights(trained.model)
+    case = translation_oracle.Case(trained.config, weights, batch, trained.train_config.label_smoothing, optimizer=trained.train_config.optimizer)
+    translation_oracle.check(case, report)
+    request = dict(lengths=batch.source_lengths, beams=4, n_best=2)
+    with jax.enable_x64(True):
+        ours = beam_search(translation_oracle.flax_model(case, "float64"), batch.source, **request)
+    theirs = torch_ref.generation.beam.beam_search(translation_oracle.torch_model(case, "float64"), batch.source, **request)
+    same = np.array_equal(ours.tokens, theirs.tokens.numpy()) and np.array_equal(ours.lengths, theirs.lengths.numpy())
+    report.rows.append(Row("translations (4 beams, 2 best)", "exact", {}, {}, {}, 0.0, note="" if same else "the tokens differ"))
     return report
 
 
 def _batch(trained: Run, data: str | os.PathLike[str] | None, rows: int, window: int) -> dict[str, np.ndarray]:
-    require(rows >= 1, "rows", rows, "must be at least 1")
     require(1 <= window <= trained.config.max_len, "window", window, f"must lie in [1, {trained.config.max_len}], the model's max_len")
     known = json.loads((trained.folder / "run.json").read_text(encoding="utf-8"))["data"]
     corpus = load_corpus(

@@ -15,6 +15,7 @@ from flax_gpt.training.labels import LabelTokenizer, encode_labelled, label_loss
 from flax_gpt.training.loop import evaluate, load_run, train
 from flax_gpt.training.table import Table, read_table, split_rows
 from flax_gpt.training.tokenizer import CharTokenizer
+from parity_tests import run_parity
 
 BITS = LabelTokenizer(CharTokenizer("01"), ["0", "1"])
 
@@ -51,6 +52,11 @@ def test_the_originals_recipe_is_right_on_every_unseen_string_by_epoch_three(ori
     assert loaded.kind == "classifier"
     assert evaluate(loaded, None) == evaluate(original, None)
     assert evaluate(loaded, None) | {"loss": 0} == {"loss": 0, "accuracy": 1.0, "texts": 500}
+
+
+def test_a_trained_run_computes_the_same_in_torch(original):
+    report = run_parity.run(original.folder)
+    assert report.ok, report.failures()
 
 
 def test_strings_of_different_lengths_are_learned(tmp_path):
