@@ -15,9 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flax_gpt.config import GPTConfig, TrainConfig
 from flax_gpt.errors import InputError
-from flax_gpt.training import checkpoint
+from flax_gpt.training import checkpoint, loop
 from flax_gpt.training.checkpoint import Damaged
+from flax_gpt.training.data import load_corpus
+from flax_gpt.training.tasks import TASKS
 
 
 def arrays(seed: int) -> dict[str, jnp.ndarray]:
@@ -153,10 +156,63 @@ def test_pruning_keeps_what_is_named_and_clears_leftovers(folder: Path) -> None:
     checkpoint.save(folder, 3, arrays(3), {})
     (folder / "checkpoints" / "4.tmp" / "arrays").mkdir(parents=True)
     (folder / "checkpoints" / "1.old.tmp").mkdir()
-    (folder / "run.json.tmp").touch()
+    for name in ("work.tmp", "04.tmp", "5.new.tmp", "notes.tmp"):
+        (folder / "checkpoints" / name).mkdir()
+    (folder / "checkpoints" / "6.tmp").touch()
+    (folder / "thesis.tmp").touch()
+    (folder / "7.tmp").mkdir()
     checkpoint.prune(folder, [1, 3])
-    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["1", "3"]
-    assert [p.name for p in folder.iterdir()] == ["checkpoints"]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["04.tmp", "1", "3", "5.new.tmp", "6.tmp", "notes.tmp", "work.tmp"]
+    assert sorted(p.name for p in folder.iterdir()) == ["7.tmp", "checkpoints", "thesis.tmp"]
+
+
+def test_what_is_no_checkpoint_by_name_or_kind_is_none(folder: Path) -> None:
+    parent = folder / "checkpoints"
+    (parent / "2").rename(parent / "02")
+    (parent / "3").symlink_to("nowhere")
+    (parent / "4").symlink_to("1")
+    (parent / "5").touch()
+    (parent / "٦").mkdir()
+    assert checkpoint.steps(folder) == [1]
+    assert_holds(checkpoint.newest_whole(folder), 1)
+    for step in (3, 4, 5):
+        checkpoint.save(folder, step, arrays(step), {})
+    assert checkpoint.steps(folder) == [1, 3, 4, 5]
+    assert_holds(checkpoint.verify(parent / "1"), 1)
+    assert_holds(checkpoint.newest_whole(folder), 5)
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    "name", ["thesis.tmp", "work.tmp/", "metrics.jsonl", "checkpoints/", "loss.png", "figures/", ".loss.png.1.tmp", "run.json.tmp/"]
+)
+def test_a_folder_that_is_no_runs_is_refused_and_stays_as_it_is(tmp_path: Path, name: str, resume: bool) -> None:
+    (tmp_path / "lock").touch()
+    if name.endswith("/"):
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_text('{"step": 5}\n')
+    before = snapshot(tmp_path)
+    with pytest.raises(InputError, match=f"holds files that are no run's: .*{name.rstrip('/')}"):
+        loop.train(None, None, None, tmp_path, resume=resume)
+    assert snapshot(tmp_path) == before
+
+
+def test_only_what_a_run_without_its_record_leaves_is_taken_over(tmp_path: Path) -> None:
+    assert checkpoint.unfinished(tmp_path)
+    for name, content in (("lock", b""), ("lock", b"123\n"), ("tokenizer.json.tmp", b"{"), ("tokenizer.json", b"{}"), ("run.json.tmp", b"{")):
+        (tmp_path / name).write_bytes(content)
+        assert checkpoint.unfinished(tmp_path)
+    (tmp_path / "lock").write_bytes(b"y\n")
+    assert not checkpoint.unfinished(tmp_path)
+    (tmp_path / "lock").unlink()
+    assert not checkpoint.unfinished(tmp_path)
+    (tmp_path / "lock").symlink_to("tokenizer.json")
+    assert not checkpoint.unfinished(tmp_path)
 
 
 def test_metrics_are_cut_back_and_a_torn_line_goes(tmp_path: Path) -> None:
@@ -171,6 +227,34 @@ def test_metrics_are_cut_back_and_a_torn_line_goes(tmp_path: Path) -> None:
         assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:3])
     checkpoint.cut_lines(tmp_path / "new.jsonl", 0)
     assert (tmp_path / "new.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize("damaged", [b'{"step": 1\x00, "t', b"", b"5", b"{}", b"null", b'{"step": "a"}', b'{"step": NaN}', b"[" * 10**5, b"\xff"])
+def test_a_damaged_line_between_others_takes_none_with_it(tmp_path: Path, damaged: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [b'{"step":10}', damaged, b'{"step": 20}', b'{"step": 30}']
+    path.write_bytes(b"\n".join([*lines, damaged, b'{"step": 40}', b'{"st']))
+    with pytest.warns(UserWarning, match=r"metrics.jsonl, line 2 is no JSON object") as warned:
+        checkpoint.cut_lines(path, 20)
+    assert len(warned) == 1
+    assert path.read_bytes() == b"\n".join(lines[:3]) + b"\n"
+    assert [line["step"] for line in checkpoint.read_lines(path)] == [10, 20]
+
+
+def test_a_loaded_run_is_named_as_the_run(tmp_path: Path) -> None:
+    corpus = load_corpus("shipped")
+    config = GPTConfig(vocab_size=corpus.tokenizer.vocab_size)
+    loop._begin(tmp_path, TASKS["gpt"], config, TrainConfig(), corpus)
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(InputError, match=r"^run = .*holds no whole checkpoint"):
+        loop.load_run(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "encoder-decoder", "classifier"])
+def test_data_that_are_no_regular_file_are_refused_at_once(tmp_path: Path, kind: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match=r"^data = .*pipe'.*file"):
+        TASKS[kind].read(tmp_path / "pipe")
 
 
 # Other processes

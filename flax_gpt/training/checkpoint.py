@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,9 @@ FORMAT = 1
 DIGESTS = "digests.json"
 _ARRAYS = "arrays"
 _TEMPORARY = ".tmp"
+_OLD = ".old"
+_STEP = re.compile(r"0|[1-9][0-9]*")
+_LEFTOVER = re.compile(rf"({_STEP.pattern})({re.escape(_OLD)})?{re.escape(_TEMPORARY)}")
 
 
 class Damaged(Exception):
@@ -105,6 +109,17 @@ def lock(folder: Path) -> Iterator[None]:
             file.truncate(0)
 
 
+def unfinished(folder: Path) -> bool:
+    """Whether `folder`, which has no run.json, holds nothing but what a run leaves that was killed before it wrote one."""
+    names = {path.name for path in folder.iterdir()}
+    if not names:
+        return True
+    known = {"lock", "tokenizer.json", f"tokenizer.json{_TEMPORARY}", f"run.json{_TEMPORARY}"}
+    if "lock" not in names or names - known or any(path.is_symlink() or not path.is_file() for path in folder.iterdir()):
+        return False
+    return re.fullmatch(rb"([0-9]+\n)?", (folder / "lock").read_bytes()) is not None
+
+
 # Checkpoints
 
 
@@ -144,7 +159,7 @@ def save(folder: Path, step: int, arrays: Mapping[str, jax.Array], notes: Mappin
     write_file(temporary / DIGESTS, seal(values))
     for path in [*(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
         _sync_folder(path)
-    if target.exists():
+    if os.path.lexists(target):
         _discard(target)
     os.rename(temporary, target)
     for path in (target.parent, folder):
@@ -198,15 +213,20 @@ def restore(checkpoint: Checkpoint, target: Mapping[str, Any]) -> dict[str, np.n
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints that have their final name, whole or not, oldest first."""
-    parent = folder / "checkpoints"
-    return sorted(int(path.name) for path in parent.iterdir() if path.name.isdecimal()) if parent.is_dir() else []
+    """Steps of the checkpoints that have their final name, whole or not, oldest first; files, links and names such as 06 are none."""
+    return sorted(int(path.name) for path in _folders(folder / "checkpoints", _STEP))
 
 
-def newest_whole(folder: Path) -> Checkpoint | None:
+def _folders(parent: Path, name: re.Pattern[str]) -> list[Path]:
+    if not parent.is_dir():
+        return []
+    return [path for path in parent.iterdir() if name.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+
+
+def newest_whole(folder: Path, argument: str = "out") -> Checkpoint | None:
     """The newest checkpoint that verifies, with a warning for each newer one that does not; None when there is none of either kind.
 
-    Raises InputError when there are checkpoints and none is whole.
+    Raises InputError, naming `argument`, when there are checkpoints and none is whole.
     """
     found = steps(folder)
     for step in reversed(found):
@@ -215,27 +235,27 @@ def newest_whole(folder: Path) -> Checkpoint | None:
             return verify(path)
         except Damaged as damage:
             if not path.exists():  # a writer at work has dropped it for a newer one
-                return newest_whole(folder)
+                return newest_whole(folder, argument)
             warnings.warn(f"checkpoint {path} is damaged and passed over: {damage}", stacklevel=2)
-    require(not found, "out", str(folder), f"holds no whole checkpoint: those of the steps {', '.join(map(str, found))} are damaged")
+    require(not found, argument, str(folder), f"holds no whole checkpoint: those of the steps {', '.join(map(str, found))} are damaged")
     return None
 
 
 def prune(folder: Path, keep: Sequence[int]) -> None:
-    """Removes the checkpoints whose step is not in `keep`, and what a killed writer left under a temporary name."""
+    """Removes the checkpoints whose step is not in `keep`, and the folders of checkpoints/ that a killed `save` or `prune` left half-made."""
     for step in steps(folder):
         if step not in keep:
             _discard(folder / "checkpoints" / str(step))
-    for path in [*folder.glob(f"*{_TEMPORARY}"), *(folder / "checkpoints").glob(f"*{_TEMPORARY}")]:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    for path in _folders(folder / "checkpoints", _LEFTOVER):
+        shutil.rmtree(path)
 
 
 def _discard(path: Path) -> None:
     # Renamed first: a half-removed folder must not pass for a damaged checkpoint.
-    away = path.with_name(f"{path.name}.old{_TEMPORARY}")
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    away = path.with_name(f"{path.name}{_OLD}{_TEMPORARY}")
     shutil.rmtree(away, ignore_errors=True)
     os.rename(path, away)
     shutil.rmtree(away)
@@ -258,17 +278,36 @@ def sync_file(path: Path) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl up to the first one that is torn."""
-    lines = []
-    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
-    return lines
+    """The lines of metrics.jsonl that are objects with a step."""
+    return [values for _, values in _lines(path) if values is not None]
+
+
+def _lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """Every line as it stands, with its values; None for one that is no object with a step."""
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    if lines and not lines[-1]:
+        lines.pop()
+    return [(line, _values(line)) for line in lines]
+
+
+def _values(line: bytes) -> dict[str, Any] | None:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) and type(values.get("step")) is int else None
 
 
 def cut_lines(path: Path, step: int) -> None:
-    """Drops what came after `step` completed updates, and a torn last line."""
-    kept = [line for line in read_lines(path) if line["step"] <= step]
-    write_file(path, b"".join((json.dumps(line) + "\n").encode() for line in kept))
+    """Drops what came after `step` completed updates, and a torn last line. Warns of any other line that cannot be read, and leaves it as it is."""
+    kept, beyond, lines = [], False, _lines(path)
+    for number, (line, values) in enumerate(lines, start=1):
+        if values is not None:
+            beyond = values["step"] > step
+        elif number == len(lines):
+            continue
+        elif not beyond:
+            warnings.warn(f"{path}, line {number} is no JSON object with a step; it is left as it is", stacklevel=2)
+        if not beyond:
+            kept.append(line + b"\n")
+    write_file(path, b"".join(kept))

@@ -32,7 +32,6 @@ from flax_gpt.training.tasks import TASKS, LanguageTask, Prepared, Task, mean_to
 
 FORMAT = 1
 DEFAULT_STEPS = 1000
-_OWN_FILES = ("run.json", "tokenizer.json", "metrics.jsonl", "loss.png", "checkpoints", "lock", "figures")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +156,10 @@ class _Trainer:
         if self.picture:
             from flax_gpt.figures import loss_curve
 
-            loss_curve.draw(self.metrics, self.folder / "loss.png")
+            try:
+                loss_curve.draw(self.metrics, self.folder / "loss.png")
+            except InputError as error:  # a line that was damaged before a resume; the run itself is whole
+                warnings.warn(f"loss.png was not drawn: {error}", stacklevel=3)
         model = nnx.merge(self.graph, self.state.params, self.state.rest)
         model.eval()
         data = self.task.describe(self.data)
@@ -244,7 +246,7 @@ def load_run(folder: str | Path) -> Run:
     )
     task = TASKS[record["kind"]]
     config, train_config = task.config.from_dict(record["model"]), TrainConfig.from_dict(record["train"])
-    found = checkpoint.newest_whole(folder)
+    found = checkpoint.newest_whole(folder, "run")
     require(found is not None, "run", str(folder), "holds no checkpoint yet")
     assert found is not None
     graph, params, rest = split_model(nnx.eval_shape(lambda: new_model(config, 0)))
@@ -297,9 +299,9 @@ def _inspect(folder: Path, resume: bool) -> dict[str, Any] | None:
     require(record is None or resume, "out", str(folder), "already holds a run; resume goes on with it")
     if record is not None:
         return record
-    present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    strange = [name for name in present if name not in _OWN_FILES and not name.endswith(".tmp")]
-    require(not strange and not checkpoint.steps(folder), "out", str(folder), f"holds files that are no run's: {', '.join(strange or present)}")
+    if folder.is_dir() and not checkpoint.unfinished(folder):
+        present = ", ".join(sorted(path.name for path in folder.iterdir()))
+        raise InputError("out", str(folder), f"holds files that are no run's: {present}")
     if resume:
         warnings.warn(f"{folder} holds no run to resume; starting a new one", stacklevel=3)
     return None

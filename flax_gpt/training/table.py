@@ -45,7 +45,8 @@ def read_table(data: str | Path, *, names: tuple[str, str] = ("source", "target"
     """Reads a UTF-8 file of lines SOURCE TAB TARGET; `data` is a path, or shipped:NAME for a file of the package.
 
     A byte order mark is dropped, line ends are LF or CRLF. Raises InputError, naming the file and the line, for a line without a tab or with several,
-    an empty side, a byte that is not UTF-8, and for a file that is missing or empty.
+    an empty side, a byte that is not UTF-8, and for what is missing, empty
+    or no regular file.
     """
     shipped = isinstance(data, str) and data.startswith(SHIPPED)
     name = str(data)
@@ -53,8 +54,10 @@ def read_table(data: str | Path, *, names: tuple[str, str] = ("source", "target"
         if shipped:
             content = (importlib.resources.files("flax_gpt.corpus") / name.removeprefix(SHIPPED)).read_bytes()
         else:
-            name = os.path.abspath(data)
-            content = Path(data).read_bytes()
+            name, path = os.path.abspath(data), Path(data)
+            # A pipe would be waited for.
+            require(path.is_file() or path.is_dir() or not path.exists(), "data", str(data), "is not a regular file")
+            content = path.read_bytes()
     except OSError as error:
         raise InputError("data", str(data), f"cannot be read: {error.strerror}") from error
     rows, lines = [], []
