@@ -37,17 +37,19 @@ def _rate(name: str, value: float) -> None:
     require(0.0 <= value < 1.0, name, value, "must lie in [0, 1)")
 
 
-def _fits(value: object, kind: Any) -> bool:
+def _fits(value: Any, kind: Any) -> bool:
     if kind in (int, float):
         number = isinstance(value, numbers.Integral if kind is int else numbers.Real) and not isinstance(value, bool)
-        return number and abs(value) < (2**63 if kind is int else math.inf)  # type: ignore[operator]
+        return number and abs(value) < (2**63 if kind is int else math.inf)
     return value in get_args(kind) if get_origin(kind) is Literal else isinstance(value, kind)
 
 
 def _kind_name(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
-    return {int: "an integer", float: "a finite number", bool: "True or False", str: "a string", type(None): "None"}.get(kind, f"a {kind}")
+    return {int: "an integer", float: "a finite number", bool: "True or False", str: "a string", type(None): "None"}.get(
+        kind, getattr(kind, "__name__", str(kind))
+    )
 
 
 class _Config:
@@ -415,7 +417,8 @@ class SampleConfig(_Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.temperature >= 0, "temperature", self.temperature, "must be at least 0")
+        # A smaller one overflows float32 when it divides a logit.
+        require(self.temperature == 0 or self.temperature >= 1e-6, "temperature", self.temperature, "must be 0 (greedy) or at least 1e-6")
         require(self.top_k is None or self.top_k >= 0, "top_k", self.top_k, "must be at least 0")
         require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "must lie in (0, 1]")
 
@@ -439,15 +442,10 @@ class BeamConfig(_Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, smallest in (("beams", 1), ("n_best", 1), ("no_repeat_ngram", 0)):
-            value = getattr(self, name)
-            integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-            require(integer and value >= smallest, name, value, f"must be an integer of at least {smallest}")
+        _at_least_one(self, "beams", "n_best")
+        require(self.no_repeat_ngram >= 0, "no_repeat_ngram", self.no_repeat_ngram, "must be at least 0")
         require(self.n_best <= self.beams, "n_best", self.n_best, f"must be at most beams = {self.beams}")
-        number = isinstance(self.length_exponent, numbers.Real) and not isinstance(self.length_exponent, bool)
-        require(number and math.isfinite(self.length_exponent), "length_exponent", self.length_exponent, "must be a finite number")
-        known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
-        require(known, "early_stopping", self.early_stopping, "must be True, False or 'never'")
+        require(abs(self.length_exponent) <= 8, "length_exponent", self.length_exponent, "must lie in [-8, 8]")
 
 
 __all__ = [

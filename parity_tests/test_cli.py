@@ -139,7 +139,7 @@ def test_a_preset_gives_the_defaults() -> None:
         ("train --out x --dropout 1", "dropout = 1.0: must lie in [0, 1)"),
         ("train --out x --lr nan", "lr = nan: must be positive and finite"),
         ("train --out x --steps 5 --epochs 5", "epochs = 5: cannot be given beside steps = 5"),
-        ("generate x --prompt a --temperature -1", "temperature = -1.0: must be finite and at least 0"),
+        ("generate x --prompt a --temperature -1", "temperature = -1.0: must be 0 (greedy) or at least 1e-6"),
         ("generate x --prompt a --top-p 0", "top_p = 0.0: must lie in (0, 1]"),
         ("generate x --prompt a --top-p 1.5", "top_p = 1.5: must lie in (0, 1]"),
         ("generate x --prompt a --top-k -2", "top_k = -2: must be at least 0"),

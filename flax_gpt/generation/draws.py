@@ -69,7 +69,8 @@ def filter_logits(logits: Array, top_k: Any, top_p: Any) -> Array:
     ranked = jnp.where(jnp.arange(logits.shape[-1]) < top_k, ranked, -jnp.inf)
     weights = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(weights, axis=-1) - weights
-    ranked = jnp.where(before < top_p, ranked, -jnp.inf)
+    first = jnp.arange(logits.shape[-1]) == 0
+    ranked = jnp.where((before < top_p) | first, ranked, -jnp.inf)
     return jnp.put_along_axis(logits, order, ranked, axis=-1, inplace=False)
 
 

@@ -5,7 +5,6 @@ import contextvars
 import dataclasses
 import functools
 import importlib
-import math
 import numbers
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +17,9 @@ from jax import Array
 from flax_gpt import masks, random
 from flax_gpt.errors import require
 from flax_gpt.kernels.case import Case, EmptyRows, Inputs, Shape, Window
+
+FURTHEST = 2**29
+"""Positions and windows stay below this, so that sums of three of them fit into int32."""
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -208,10 +210,10 @@ def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths:
         require(isinstance(value, bool | np.bool_), name, value, "must be True or False, known before tracing (static under jit)")
     if window is not None:
         sides = isinstance(window, Sequence) and len(window) == 2
-        require(sides and all(side is None or (_is_integer(side) and side >= 0) for side in window), "window", window,
-                "must be (left, right), integers of at least 0 or None for an open side, known before tracing")  # fmt: skip
+        require(sides and all(side is None or (_is_integer(side) and 0 <= side < FURTHEST) for side in window), "window", window,
+                "must be (left, right), integers in [0, 2**29) or None for an open side, known before tracing")  # fmt: skip
         window = tuple(None if side is None else int(side) for side in window)
-    require(scale is None or (_is_number(scale) and math.isfinite(scale)), "scale", scale, "must be a finite number, known before tracing")
+    require(scale is None or (_is_number(scale) and abs(scale) < 1e30), "scale", scale, "must be a number within ±1e30, known before tracing")
     require(_is_number(dropout_rate) and 0 <= dropout_rate < 1, "dropout_rate", dropout_rate, "must be a number in [0, 1), known before tracing")
     require(empty_rows in ("zero", "uniform", "nan"), "empty_rows", empty_rows, "must be 'zero', 'uniform' or 'nan'")
 
@@ -234,10 +236,14 @@ def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths:
     offset: Any = 0 if query_offset is None else query_offset
     static = _is_integer(offset)
     if static:
+        require(abs(offset) < FURTHEST, "query_offset", offset, "must lie within ±2**29")
         offset = int(offset)
     else:
         whole = jnp.issubdtype(_dtype(offset), jnp.integer) and np.shape(offset) in ((), (B,))
         require(whole, "query_offset", _shape(offset), f"must be an integer, or an integer array of shape () or (B,) = ({B},)")
+        if not isinstance(offset, jax.core.Tracer):
+            near = np.abs(np.asarray(offset).astype(np.float64)) < FURTHEST
+            require(bool(near.all()), "query_offset", np.asarray(offset).tolist(), "must lie within ±2**29")
     if dropout_rate > 0:
         dropout_key = _row_and_head_keys(dropout_key, B, H)
 

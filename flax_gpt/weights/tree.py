@@ -93,6 +93,11 @@ def load_weights(model: nnx.Module, source: Mapping[str, Any] | str | os.PathLik
         for name, array in arrays.items()
         if name in wanted and name not in constants and not jnp.issubdtype(array.dtype, jnp.floating)
     ]
+    problems += [
+        f"{name} holds numbers beyond {variables[path].dtype}"
+        for path, (name, _) in names.items()
+        if name in arrays and jnp.issubdtype(arrays[name].dtype, jnp.floating) and not _representable(arrays[name], variables[path].dtype)
+    ]
     optional = [*table.buffers, *(alias for alias, _ in table.aliases)]
     check_names({name: array.shape for name, array in arrays.items()}, wanted, optional, problems)
 
@@ -126,11 +131,12 @@ def save_weights(model: nnx.Module, path: str | os.PathLike[str]) -> None:
 
 
 def write_arrays(arrays: Mapping[str, np.ndarray], path: str | os.PathLike[str]) -> None:
-    """Writes {name: array} to a .safetensors file, under a temporary name first."""
+    """Writes {name: array} to a .safetensors file, under a temporary name first. Raises InputError when its folder does not exist."""
     path = pathlib.Path(path)
+    require(path.parent.is_dir() and not path.is_dir(), "path", str(path), "must be a file in a folder that exists")
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     try:
-        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary)
+        save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -150,6 +156,12 @@ def _constants(model: nnx.Module) -> dict[str, np.ndarray]:
         return {}
     max_len = cast(Any, model).config.max_len
     return {"causal_mask": ~np.tril(np.ones((max_len, max_len), bool))}
+
+
+def _representable(array: np.ndarray, dtype: Any) -> bool:
+    """Whether the cast makes no finite number infinite."""
+    with np.errstate(over="ignore"):
+        return bool((np.isfinite(array.astype(dtype)) | ~np.isfinite(array)).all())
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:

@@ -1,6 +1,5 @@
 """`attend`, the only door to attention. Mirrors `flax_gpt/kernels/api.py`, with one implementation."""
 
-import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,8 @@ from torch_ref.kernels import dense
 from torch_ref.kernels.case import Case, EmptyRows, Inputs, Shape, Window
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+FURTHEST = 2**29
+"""Positions and windows stay below this, so that sums of three of them fit into int32."""
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
@@ -95,10 +96,10 @@ def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths:
         require(isinstance(value, bool), name, value, "must be True or False, not a tensor")
     if window is not None:
         sides = isinstance(window, Sequence) and len(window) == 2
-        require(sides and all(side is None or (_is_integer(side) and side >= 0) for side in window), "window", window,
-                "must be (left, right), integers of at least 0 or None for an open side")  # fmt: skip
+        require(sides and all(side is None or (_is_integer(side) and 0 <= side < FURTHEST) for side in window), "window", window,
+                "must be (left, right), integers in [0, 2**29) or None for an open side")  # fmt: skip
         window = tuple(None if side is None else int(side) for side in window)
-    require(scale is None or (_is_number(scale) and math.isfinite(scale)), "scale", scale, "must be a finite number")
+    require(scale is None or (_is_number(scale) and abs(scale) < 1e30), "scale", scale, "must be a number within ±1e30")
     require(_is_number(dropout_rate) and 0 <= dropout_rate < 1, "dropout_rate", dropout_rate, "must be a number in [0, 1)")
     require(empty_rows in ("zero", "uniform", "nan"), "empty_rows", empty_rows, "must be 'zero', 'uniform' or 'nan'")
 
@@ -121,6 +122,9 @@ def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths:
     if not _is_integer(offset):
         whole = isinstance(offset, Tensor) and offset.dtype in INTEGERS and offset.shape in ((), (B,))
         require(whole, "query_offset", _shape(offset), f"must be an integer, or an integer tensor of shape () or (B,) = ({B},)")
+    values = offset.tolist() if isinstance(offset, Tensor) else offset
+    furthest = max(map(abs, values)) if isinstance(values, list) else abs(values)
+    require(furthest < FURTHEST, "query_offset", values, "must lie within ±2**29")
     if dropout_rate > 0:
         dropout_key = _row_and_head_keys(dropout_key, B, H)
 

@@ -62,11 +62,19 @@ def read_weights(source: str | os.PathLike[str]) -> dict[str, Tensor]:
             raise InputError("source", str(source), f"is not a whole .safetensors file ({error})") from error
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, IndexError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # a damaged file raises whatever the bytes lead torch's reader to
+        # torch's own words advise to read the file unsafely.
+        reason = "it holds more than tensors" if isinstance(error, pickle.UnpicklingError) else f"{type(error).__name__}: {error}".splitlines()[0]
         raise InputError("source", str(source), f"is not a .pt file of plain tensors ({reason})") from error
     whole = isinstance(found, Mapping) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items())
     require(whole, "source", str(source), "must hold a mapping of names to tensors")
+    for name, tensor in found.items():
+        plain = (
+            tensor.layout is torch.strided and tensor.device.type == "cpu" and not (tensor.is_quantized or tensor.is_nested or tensor.is_complex())
+        )
+        require(plain, "source", str(source), f"holds {name!r}, which is no plain tensor")
+        speakable = name != "__metadata__" and name.encode("utf-8", "replace").decode() == name
+        require(speakable, "source", str(source), f"holds the name {name!r}, which no .safetensors file can carry")
     return dict(found)
 
 
