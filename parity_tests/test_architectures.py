@@ -1,6 +1,7 @@
 """Every choice of a configuration, in both packages: outputs, maps and gradients by name; the cache; layouts and scalings of rotary positions."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,36 @@ def test_a_traced_span_gives_the_tables_of_the_host(scaling: str) -> None:
         for table, truth in zip(traced, exact, strict=True):
             worst = float(np.abs(np.asarray(table[0], np.float64) - truth).max())
             assert worst <= bound, worst
+
+
+def test_yarn_as_published() -> None:
+    """Peng et al. 2023: equation 22 for the factor, and section 3.2 with β = 32 and 1: fast pairs as trained, slow ones interpolated in full."""
+    config = GPTConfig(5, d_model=64, num_heads=1, max_len=8192, positions="rope_half", rope=RopeConfig(scaling="yarn", factor=4.0, trained_len=2048))
+    assert rope_tables.attention_factor(config) == 0.1 * math.log(4.0) + 1.0
+    plain = rope_tables.inverse_frequencies(dataclasses.replace(config, rope=RopeConfig()), 8192)
+    ratio = rope_tables.inverse_frequencies(config, 8192) / plain
+    rotations = 2048 * plain / (2 * math.pi)
+    assert ratio[0] == 1.0
+    assert np.all(ratio[rotations < 1] == 0.25)
+    assert np.all(np.diff(ratio) <= 0)
+    cos, sin = rope_tables.tables(config, 1, 8192)
+    assert np.all(cos == rope_tables.attention_factor(config))
+    assert np.all(sin == 0)
+
+
+@pytest.mark.parametrize("init", ["scaled", "torch"])
+def test_initial_weights_have_the_stated_spread(init: str) -> None:
+    """Radford et al. 2019, section 2.3, or torch's own; judged by the standard error of an estimated standard deviation, five of them."""
+    config = GPTConfig(97, d_model=64, num_layers=8, init=init)
+    uniform = lambda fan_in: 1 / math.sqrt(3 * fan_in)
+    expected = {"token_embed": 0.02, "W_Q": 0.02, "W_O": 0.02 / 4, "linear1": 0.02, "linear2": 0.02 / 4}
+    if init == "torch":
+        expected = {"token_embed": 1.0, "W_Q": uniform(64), "W_O": uniform(64), "linear1": uniform(64), "linear2": uniform(256)}
+    for weights in (oracle.flax_weights(oracle.flax_model(config)), oracle.torch_weights(oracle.torch_model(config))):
+        for part, spread in expected.items():
+            array = np.concatenate([value.ravel() for name, value in weights.items() if f"{part}.weight" in name])
+            assert abs(array.std() / spread - 1) < 5 / math.sqrt(2 * array.size), (part, array.std(), spread)
+        assert np.ptp(np.concatenate([value for name, value in weights.items() if "norm" in name and name.endswith("weight")])) == 0
 
 
 def test_interpolated_neighbours_stay_apart() -> None:
