@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,11 +52,28 @@ WHOLE = dict(queries=9, keys=9, width=8, group=2, kv_heads=2, limits="none", off
 """A plain row, to be changed in one place."""
 
 
-def covering(grid: Mapping[str, Sequence[Any]]) -> list[Row]:
-    """Rows in which every pair of values of two factors occurs (Cohen et al. 1997, "The AETG system", the greedy construction; deterministic)."""
+SIZES = {"queries", "keys", "width"}
+"""The factors with many values."""
+
+
+def apart(a: str, b: str) -> bool:
+    """Pairs that `covering` leaves to chance: two sizes."""
+    return {a, b} <= SIZES
+
+
+def far_apart(a: str, b: str) -> bool:
+    """For an implementation without tiles: a size and anything."""
+    return a in SIZES or b in SIZES
+
+
+def covering(grid: Mapping[str, Sequence[Any]], free: Callable[[str, str], bool] = apart) -> list[Row]:
+    """Rows in which every value occurs, and every pair of values of two factors that are not `free`.
+
+    The greedy construction of Cohen et al. 1997, "The AETG system"; the same rows every time.
+    """
     names = sorted(grid)
     pairs = {
-        ((a, x), (b, y)) for (i, a), (j, b) in itertools.combinations(enumerate(names), 2) for x in range(len(grid[a])) for y in range(len(grid[b]))
+        ((a, x), (b, y)) for a, b in itertools.combinations(names, 2) if not free(a, b) for x in range(len(grid[a])) for y in range(len(grid[b]))
     }
     order = {pair: n for n, pair in enumerate(sorted(pairs))}
     rows = []
@@ -65,15 +82,15 @@ def covering(grid: Mapping[str, Sequence[Any]]) -> list[Row]:
         chosen = {a: x, b: y}
         gain = functools.partial(_gain, pairs, chosen, len(rows))
         for name in sorted((name for name in names if name not in (a, b)), key=lambda name: -len(grid[name])):
-            chosen[name] = max(range(len(grid[name])), key=lambda value: gain(name, value))
+            chosen[name] = max(range(len(grid[name])), key=lambda value: gain(len(grid[name]), name, value))
         pairs -= set(itertools.combinations(sorted(chosen.items()), 2))
         rows.append({name: grid[name][chosen[name]] for name in names})
     return rows
 
 
-def _gain(pairs: set[Any], chosen: dict[str, int], turn: int, name: str, value: int) -> tuple[int, int]:
+def _gain(pairs: set[Any], chosen: dict[str, int], turn: int, count: int, name: str, value: int) -> tuple[int, int]:
     """How many pairs are still open that `value` would cover; among equals a different value each turn."""
-    return sum(tuple(sorted([(name, value), item])) in pairs for item in chosen.items()), -((value + turn) % 7)
+    return sum(tuple(sorted([(name, value), item])) in pairs for item in chosen.items()), -((value + turn) % count)
 
 
 def product(grid: Mapping[str, Sequence[Any]], seed: int = 0) -> Iterator[Row]:

@@ -123,9 +123,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(limits="causal", queries=70, keys=100, group=2, kv_heads=1),
+        dict(limits="causal", queries=70, keys=100, group=2, kv_heads=1, width=80, value_width="other"),
         dict(limits="causal_window", lengths=True, queries=70, keys=130, offset="rows", dtype="float16"),
-        dict(limits="window_left", queries=130, keys=65, width=80, value_width="other", kv_heads=1, group=1),
     ],
 )
 def test_the_hopper_kernel_interpreted(interpreted: None, changes: dict[str, Any]) -> None:
