@@ -137,7 +137,7 @@ def test_a_preset_gives_the_defaults() -> None:
         ("train --out x --num-heads 0", "num_heads = 0: must be at least 1"),
         ("train --out x --num-kv-heads 3", "num_kv_heads = 3: must divide num_heads = 4"),
         ("train --out x --dropout 1", "dropout = 1.0: must lie in [0, 1)"),
-        ("train --out x --lr nan", "lr = nan: must be positive and finite"),
+        ("train --out x --lr nan", "lr = nan: must be a finite number"),
         ("train --out x --steps 5 --epochs 5", "epochs = 5: cannot be given beside steps = 5"),
         ("generate x --prompt a --temperature -1", "temperature = -1.0: must be 0 (greedy) or at least 1e-6"),
         ("generate x --prompt a --top-p 0", "top_p = 0.0: must lie in (0, 1]"),

@@ -155,7 +155,8 @@ def test_one_compilation_serves_every_request_of_a_bucket():
 def test_the_loop_neither_copies_nor_gathers_the_cache(ours):
     """In the compiled loop, arrays of the cache's shape are only carried and written to at one place."""
     graph, weights = nnx.split(ours)
-    start = sampling._start(graph, weights, np.zeros((3, 16), np.int32), LENGTHS.astype(np.int32), np.zeros(3, np.int32), room=32, use_cache=True)
+    lengths, before, spans = LENGTHS.astype(np.int32), np.zeros(3, np.int32), np.full(3, MAX_LEN, np.int32)
+    start = sampling._start(graph, weights, np.zeros((3, 16), np.int32), lengths, before, spans, room=32, use_cache=True)
     method, rule = draws.read_rule(0, None, None, None, None, V)
     text = sampling._advance.lower(graph, weights, start, rule, np.int32(NEW), method=method).compile().as_text()
     shape = re.escape(f"f32[3,{MAX_LEN},1,8]")
@@ -216,6 +217,17 @@ def test_filters_keep_the_smallest_set_that_reaches_p(logits, top_k, top_p):
         assert (filtered[finite] == logits[0, finite]).all()
         assert unsure or np.flatnonzero(finite).tolist() == kept
         assert finite[order[0]]
+
+
+def test_a_set_that_reaches_p_exactly_is_not_enlarged():
+    """Four equal tokens, exact quarters: at p = ½ two are enough, just above it the third is needed; a p that float32 flushes keeps one."""
+    logits = np.array([[0.0, -np.inf, 0.0, 0.0, 0.0]], np.float32)
+    for top_p, count in ((0.25, 1), (0.5, 2), (0.5000001, 3), (1e-40, 1)):
+        for filtered in (
+            draws.filter_logits(jnp.asarray(logits), 5, np.float32(top_p)),
+            torch_ref.generation.draws.filter_logits(torch.tensor(logits), 5, top_p),
+        ):
+            assert np.isfinite(np.asarray(filtered)).sum() == count, top_p
 
 
 def test_draws_follow_the_softmax():
