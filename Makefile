@@ -12,7 +12,7 @@ demo: $(VENV)/.installed-parity
 	$(BIN)/flax-gpt demo
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
