@@ -285,6 +285,9 @@ def call(arguments: list[str]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns its exit status; whatever goes wrong is one line on standard error."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal without the characters gets escapes, not a traceback
