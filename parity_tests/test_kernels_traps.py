@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -143,9 +144,13 @@ def test_transformations(implementation: str) -> None:
         out = attend(q, k, v, bias=bias, kv_lengths=lengths, causal=True, dropout_rate=0.2, dropout_key=keys, implementation=implementation)
         return out
 
-    def gradients(run: object) -> tuple[jax.Array, ...]:
-        loss = lambda q, k, v, bias: jnp.sum(run(q, k, v, bias, lengths, keys) * q)
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(q, k, v, bias)
+    def results(run: Callable[..., jax.Array]) -> dict[str, jax.Array]:
+        def loss(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out = run(*arrays, lengths, keys)
+            return jnp.sum(out * q), out
+
+        gradients, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(q, k, v, bias)
+        return dict(zip(("out", "dq", "dk", "dv", "dbias"), (out, *gradients), strict=True))
 
     def scanned(q: jax.Array, *rest: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda total, _: (total + run(q, *rest), None), jnp.zeros_like(q), None, length=1)[0]
@@ -159,14 +164,9 @@ def test_transformations(implementation: str) -> None:
     sharded = jax.shard_map(run, mesh=mesh, in_specs=(rows, rows, rows, everywhere, rows, rows), out_specs=rows)
     out = np.asarray(run(q, k, v, bias, lengths, keys))
     problem = Problem(q, k, v, q, 0 * q[..., 0], bias=bias, kv_lengths=lengths, causal=True, dropout_rate=0.2, dropout_key=random.key_from_seed(1))
-    answers = solve(problem, "float32")
-    assert answers["out"].excess(out) <= 1
+    check(problem, {"out": out}, partly=True)
     for changed in (jax.remat(run), scanned, mapped, sharded):
-        assert answers["out"].excess(changed(q, k, v, bias, lengths, keys)) <= 1
-        d_q, *others = gradients(changed)
-        for name, value in (("dq", d_q - out), *zip(("dk", "dv", "dbias"), others, strict=True)):
-            if name != "dq":
-                assert answers[name].excess(value) <= 1, (name, changed)
+        check(problem, {name: np.asarray(x) for name, x in results(changed).items()}, partly=True)
 
 
 def test_memory_of_the_blocked_path_is_linear() -> None:
@@ -197,7 +197,7 @@ REFUSED = {
     "window": (dict(window=(1, 1)), "query_offset = None: is required"),
     "negative window": (dict(window=(-1, 1), query_offset=0), r"window = \(-1, 1\): must be \(left, right\)"),
     "offset": (dict(query_offset=1.5), "query_offset"),
-    "scale": (dict(scale=float("nan")), "scale = nan: must be a finite number"),
+    "scale": (dict(scale=float("nan")), "scale = nan: must be a number within ±1e30"),
     "rate": (dict(dropout_rate=1.0), r"dropout_rate = 1.0: must be a number in \[0, 1\)"),
     "key": (dict(dropout_rate=0.1), "dropout_key = None: is required"),
     "fill": (dict(empty_rows="ones"), "empty_rows = 'ones'"),
