@@ -90,7 +90,7 @@ def solve(problem: Problem, dtype: str) -> dict[str, Answer]:
     u = UNIT["float64" if dtype == "float64" else "float32"]
     w = UNIT[dtype]
     w_inner = 0.0 if w == u else w
-    floor = w * 2.0**-14 if dtype == "float16" else TINY
+    floor = w * 2.0**-14 if dtype == "float16" else TINY["float32"]
     shape = dict(out=(B, T, H, Dv), weights=(B, H, T, S), lse=(B, T, H), dq=(B, T, H, Dh), dk=(B, S, K, Dh), dv=(B, S, K, Dv), dbias=(B, H, T, S))
     value, limit = ({name: np.zeros(size) for name, size in shape.items()} for _ in range(2))
     d_scores_size = np.zeros((B, H, T, S))
@@ -121,7 +121,7 @@ def solve(problem: Problem, dtype: str) -> dict[str, Answer]:
                 lse = np.where(empty[:, None], -np.inf, peak + np.log(total))
             e_s = np.where(hidden, 0.0, e_s)
             r = e_s + (p * e_s).sum(-1, keepdims=True) + u * (LAMBDA * np.sqrt(S) + STEPS)
-            value["weights"][b, h], limit["weights"][b, h] = p, p * r + TINY
+            value["weights"][b, h], limit["weights"][b, h] = p, p * r + TINY["float32"]
             value["lse"][b, :, h] = lse[:, 0]
             size_lse = np.where(np.isfinite(lse), np.abs(lse), 0.0)
             limit["lse"][b, :, h] = ((p * e_s).sum(-1, keepdims=True) + u * (LAMBDA * np.sqrt(S) + STEPS + 2 * size_lse))[:, 0]

@@ -78,7 +78,7 @@ def _translation(trained: Run, data: str | os.PathLike[str] | None, rows: int, r
         ours = beam_search(translation_oracle.flax_model(case, "float64"), batch.source, **request)
     theirs = torch_ref.generation.beam.beam_search(translation_oracle.torch_model(case, "float64"), batch.source, **request)
     same = np.array_equal(ours.tokens, theirs.tokens.numpy()) and np.array_equal(ours.lengths, theirs.lengths.numpy())
-    report.rows.append(Row("translations (4 beams, 2 best)", "exact", {}, {}, {}, 0.0, note="" if same else "the tokens differ"))
+    report.rows.append(Row("translations (4 beams, 2 best)", "exact", {}, {}, {}, 0.0, note="" if same else "the tokens differ", kind="tokens"))
     return report
 
 
@@ -105,7 +105,7 @@ def _greedy(trained: Run, theirs: torch.nn.Module, prompt: np.ndarray, new_token
         place = int(different[0])
         tie = _grade_of_the_gap(theirs, ours[:place][-trained.config.max_len :], int(ours[place]), int(other[place]))
         note = "" if tie <= tolerances.reference_limit() else f"token {place}: flax {ours[place]}, torch {other[place]}"
-    return Row(f"greedy tokens ({new_tokens})", "exact", {}, {}, {}, 0.0, note=note)
+    return Row(f"greedy tokens ({new_tokens})", "exact", {}, {}, {}, 0.0, note=note, kind="tokens")
 
 
 def _grade_of_the_gap(theirs: torch.nn.Module, text: np.ndarray, one: int, other: int) -> float:

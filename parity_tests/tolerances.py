@@ -38,11 +38,15 @@ from torch._decomp import get_decompositions
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+AGREEMENT = 1e-9
+"""How far two float64 programs that are one may be apart, over the size of the terms that were added up: see `agreement_limit`."""
+
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Unit roundoff: half the distance from 1 to the next number."""
 
-TINY = 64 * 2.0**-126
-"""An error that is none: 64 results below the smallest normal number of float32 and bfloat16, flushed to zero."""
+TINY = {"float64": 64 * 2.0**-126, "float32": 64 * 2.0**-126, "bfloat16": 64 * 2.0**-126, "float16": 64 * 2.0**-24}
+"""An error that is none: 64 results below the smallest normal number of float32 and bfloat16, flushed to zero. float16, which reaches less far down,
+is computed in float32 and keeps its subnormal numbers, which are 2^-24 apart."""
 
 ELEMENTARY = 4.0
 """Error allowed to an elementary function, in unit roundoffs: 2 units in the last place, what both frameworks' vectorised forms keep to."""
@@ -71,11 +75,15 @@ _EXACT = {
 
 
 class Rounding(TorchDispatchMode):
-    """Disturbs the float64 results of every torch operation as rounding to a dtype of unit roundoff `unit` may; differs from seed to seed."""
+    """Disturbs the float64 results of every torch operation as rounding to `dtype` may; differs from seed to seed.
 
-    def __init__(self, unit: float, seed: int):
+    Results of float16 below its normal numbers are rounded to multiples of 2^-24: half of that is added as an absolute error to what is not 0.
+    """
+
+    def __init__(self, dtype: str, seed: int):
         super().__init__()
-        self.unit = unit
+        self.unit = UNIT[dtype]
+        self.absolute = 2.0**-25 if dtype == "float16" else 0.0
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,6 +105,8 @@ class Rounding(TorchDispatchMode):
                     result.mul_(1 + self._noise(result) * (ELEMENTARY if name.rstrip("_") in _ELEMENTARY else 1.0))
                 else:
                     result.add_(_sum_error(result, *counted[place]).nan_to_num_(0.0, 0.0, 0.0).mul_(self._noise(result)))
+                if self.absolute:
+                    result.add_((result != 0) * self._noise(result) * (self.absolute / self.unit))
         return out
 
     def _noise(self, result: torch.Tensor) -> torch.Tensor:
@@ -192,7 +202,7 @@ def _norm(func: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> list[Any]:
     norm = func(x, *args, **kwargs)
     count = x.numel() / max(norm.numel(), 1)
     small = torch.where(x.abs() < x.norm() * math.sqrt(UNIT["float32"] / 16), x, 0.0)
-    lost = func(small, *args, **kwargs).square() / (norm + TINY) / (2 * UNIT["float32"])
+    lost = func(small, *args, **kwargs).square() / (norm + TINY["float32"]) / (2 * UNIT["float32"])
     return [(count / 4, norm.square() + lost.square() * 24 / count)]
 
 
@@ -222,15 +232,20 @@ _SUMS: dict[str, Callable[..., list[Any]]] = {
 Values = Mapping[str, np.ndarray]
 
 
-def scatter(run: Callable[..., Values], runs: int = RUNS) -> dict[str, np.ndarray]:
-    """Deviations (runs, …) of each named result of `run()`, a program in torch and float64, under rounding to float32."""
+def scatter(run: Callable[..., Values], runs: int = RUNS, *, dtype: str = "float32") -> dict[str, np.ndarray]:
+    """Deviations (runs, …) of each named result of `run()`, a program in torch and float64, under rounding to `dtype`.
+
+    They are given per unit roundoff of float32, as `grade` takes them: float32's serve float64 too, while in half precision they no longer are in
+    proportion to it and the runs are made for the dtype.
+    """
 
     def disturbed(seed: int) -> Values:
-        with Rounding(UNIT["float32"], seed):
+        with Rounding(dtype, seed):
             return run()
 
     with sdpa_kernel(SDPBackend.MATH):
-        return _deviations(run(), map(disturbed, range(runs)))
+        found = _deviations(run(), map(disturbed, range(runs)))
+    return found if dtype == "float32" else {name: value * (UNIT["float32"] / UNIT[dtype]) for name, value in found.items()}
 
 
 def scatter_powers(run: Callable[[np.random.Generator | None], Values], runs: int = RUNS) -> dict[str, np.ndarray]:
@@ -249,7 +264,7 @@ def _deviations(exact: Values, disturbed: Iterable[Values]) -> dict[str, np.ndar
 def grade(error: np.ndarray, deviations: np.ndarray, dtype: str) -> float:
     """How bad `error` (…) is in units of the worst of the simulated `deviations` (runs, …), made for float32, in `dtype`."""
     deviations = np.asarray(deviations, np.float64) * (UNIT[dtype] / UNIT["float32"])
-    error = np.where(np.abs(error) <= TINY, 0.0, np.asarray(error, np.float64))
+    error = np.where(np.abs(error) <= TINY[dtype], 0.0, np.asarray(error, np.float64))
     if error.size == 0 or not error.any():
         return 0.0
     if not np.isfinite(error).all():
@@ -285,3 +300,11 @@ def reference_limit() -> float:
 def our_limit(reference: float) -> float:
     """The grade that ours may reach beside a reference of this grade."""
     return min(1.0 + FACTOR * reference, reference_limit())
+
+
+def agreement_limit() -> float:
+    """The grade at which a float64 result is off by `AGREEMENT` of the size of the terms that were added up.
+
+    The worst simulated deviation over the unit roundoff is that size, with every amplification on the way; grades count such deviations.
+    """
+    return AGREEMENT / UNIT["float64"]
