@@ -164,32 +164,47 @@ def parity(run: Run, data: Data = None, /) -> None:
         raise RunError(report.summary())
 
 
-def figures_attention(run: Run, /, *, text: str, out: Path | None = None) -> None:
-    """Draws what a run's model attends to in a text: every layer's mean over its heads, and every head of the last layer.
+def figures_attention(run: Run, /, *, text: str, layer: int | None = None, head: int | None = None, out: Path | None = None) -> None:
+    """Draws what a run's GPT, classifier or encoder attends to in a text: all layers and the last one's heads, or the layer and head asked for.
 
     Args:
         run: Folder of a run.
         text: What the model reads; at most max_len tokens of its vocabulary.
+        layer: Draw this layer alone, counted from 1; left out: every layer's mean over its heads, and every head of the last layer.
+        head: Draw this head of the layer alone, counted from 1; left out: all of them.
         out: Folder of the pictures; RUN/figures when left out.
     """
     from flax_gpt.figures import attention
+    from flax_gpt.training.loop import load_run
 
-    for path in attention.draw(load(run, "gpt"), text, run / "figures" if out is None else out):
+    for path in attention.draw(load_run(run), text, run / "figures" if out is None else out, layer=layer, head=head):
         print(path)
 
 
-def figures_cross_attention(run: Run, /, *, source: str, target: str | None = None, out: Path | None = None) -> None:
+def figures_cross_attention(
+    run: Run,
+    /,
+    *,
+    source: str,
+    target: str | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+    out: Path | None = None,
+) -> None:
     """Draws what a run's encoder-decoder looks at in a source as it writes each character of the target.
 
     Args:
         run: Folder of a run.
         source: What the model translates.
         target: What it is made to write; left out: its own greedy translation.
+        layer: Draw this layer alone, counted from 1; left out: every layer's mean over its heads, and every head of the last layer.
+        head: Draw this head of the layer alone, counted from 1; left out: all of them.
         out: Folder of the pictures; RUN/figures when left out.
     """
     from flax_gpt.figures import cross_attention
 
-    for path in cross_attention.draw(load(run, "encoder-decoder"), source, run / "figures" if out is None else out, target=target):
+    folder = run / "figures" if out is None else out
+    for path in cross_attention.draw(load(run, "encoder-decoder"), source, folder, target=target, layer=layer, head=head):
         print(path)
 
 

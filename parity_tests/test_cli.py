@@ -232,10 +232,9 @@ def test_evaluate_prints_loss_and_perplexity(run: Path, text: Path) -> None:
 
 
 def test_figures_writes_its_pictures(run: Path, tmp_path: Path) -> None:
-    out, _ = call("figures", "attention", run, "--text", "The river", "--out", tmp_path / "pictures")
-    paths = [Path(line) for line in out.splitlines()]
-    assert len(paths) == 2
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    out, _ = call("figures", "attention", run, "--text", "The river", "--layer", 1, "--head", 2, "--out", tmp_path / "pictures")
+    assert out == f"{tmp_path / 'pictures' / 'attention-layer-1-head-2.png'}\n"
+    assert Path(out.rstrip()).read_bytes().startswith(b"\x89PNG")
 
 
 def test_parity_prints_a_table_and_agrees(run: Path) -> None:

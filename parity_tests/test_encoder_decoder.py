@@ -21,7 +21,7 @@ import torch_ref.training.loss
 from flax_gpt.config import EncoderDecoderConfig, OptimizerConfig, TrainConfig
 from flax_gpt.corpus import make_dates, make_majority
 from flax_gpt.errors import InputError
-from flax_gpt.figures import cross_attention
+from flax_gpt.figures import attention, cross_attention
 from flax_gpt.generation.cache import init_cache
 from flax_gpt.generation.translate import translate
 from flax_gpt.training.loop import evaluate, load_run, train
@@ -357,8 +357,14 @@ def test_cross_attention_is_drawn(run, tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     maps = cross_attention.cross_maps(run.model, run.tokenizer.encode_source("abca"), np.array([1, 3, 4]))
     assert [m.shape for m in maps] == [(2, 3, 4)]
-    with pytest.raises(InputError, match="target"):
-        cross_attention.draw(run, "abca", tmp_path, target="ABCABCABC")
+    assert cross_attention.draw(run, "abca", tmp_path, target="ACB", layer=1, head=2) == [tmp_path / "cross-attention-layer-1-head-2.png"]
+    assert attention.draw(run, "abca", tmp_path, layer=1) == [tmp_path / "attention-layer-1.png"]  # the encoder's
+    _, encoder_maps = run.model.encode(run.tokenizer.encode_source("abca")[None], return_attention=True)
+    for found, wanted in zip(attention.attention_maps(run.model, run.tokenizer.encode_source("abca")), encoder_maps, strict=True):
+        np.testing.assert_array_equal(found, wanted[0])
+    for options, argument in ((dict(target="ABCABCABC"), "target"), (dict(target="A", layer=2), "layer"), (dict(target="A", head=1), "head")):
+        with pytest.raises(InputError, match=f"^{argument} = "):
+            cross_attention.draw(run, "abca", tmp_path, **options)
 
 
 @pytest.mark.parametrize(

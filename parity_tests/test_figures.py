@@ -11,9 +11,10 @@ import pytest
 from matplotlib.font_manager import fontManager
 from matplotlib.image import imread
 
-from flax_gpt.config import GPTConfig
+from flax_gpt.config import EncoderConfig, GPTConfig
 from flax_gpt.errors import InputError
 from flax_gpt.figures import attention, loss_curve, style
+from flax_gpt.training.labels import LabelTokenizer
 from flax_gpt.training.tokenizer import CharTokenizer
 from parity_tests import oracle
 
@@ -93,6 +94,41 @@ def test_draw_writes_two_pictures_of_one_pass(run, tmp_path, monkeypatch):
         picture = imread(path)
         assert min(picture.shape[:2]) > 200
         assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 50
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    """Two layers of four heads that see both ways, over Chinese texts."""
+    tokenizer = LabelTokenizer(CharTokenizer("".join(sorted(set("村子在河的东边，。")))), ["否", "是"])
+    config = EncoderConfig(tokenizer.vocab_size, init="torch")
+    return types.SimpleNamespace(model=oracle.flax_model(config, oracle.torch_weights(oracle.torch_model(config, seed=0))), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(("layer", "head", "name"), [(1, 3, "layer-1-head-3"), (2, None, "layer-2")])
+def test_any_layer_and_head_of_an_encoder_is_drawn_with_its_tokens(classifier, layer, head, name, tmp_path, monkeypatch):
+    text, drawn = "村子在河的东边。", []
+    panels = attention.panels
+    monkeypatch.setattr(attention, "panels", lambda *arguments, **options: drawn.append(panels(*arguments, **options)) or drawn[-1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # where no font has Chinese, the labels are escapes
+        assert attention.draw(classifier, text, tmp_path, layer=layer, head=head) == [tmp_path / f"attention-{name}.png"]
+    _, maps = classifier.model(np.asarray(classifier.tokenizer.encode(text))[None], return_attention=True)
+    assert (np.asarray(maps[0]) > 0).all()  # nothing is masked
+    heads = [3] if head else [1, 2, 3, 4]
+    *shown, _ = [axes for axes in drawn[0].axes if axes.get_visible()]
+    assert [axes.get_title() for axes in shown] == [f"head {h}" for h in heads]
+    _, missing = style.choose_fonts(text)
+    for axes, h in zip(shown, heads, strict=True):
+        np.testing.assert_array_equal(axes.get_images()[0].get_array(), np.asarray(maps[layer - 1][0, h - 1], np.float64))
+        assert texts(axes.xaxis) == texts(axes.yaxis) == [style.escape(c) if c in missing else c for c in text]
+
+
+@pytest.mark.parametrize(
+    ("layer", "head", "argument"), [(0, None, "layer"), (3, 1, "layer"), (1, 5, "head"), (1, 0, "head"), (None, 1, "head"), (True, 1, "layer")]
+)
+def test_layers_and_heads_that_are_none_are_refused(classifier, layer, head, argument, tmp_path):
+    with pytest.raises(InputError, match=f"^{argument} = "):
+        attention.draw(classifier, "村子", tmp_path, layer=layer, head=head)
 
 
 def test_draw_refuses_what_the_model_cannot_read(run, tmp_path):

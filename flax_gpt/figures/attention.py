@@ -1,9 +1,9 @@
-"""What a GPT attends to in one text: every layer's mean over its heads, and every head of the last layer."""
+"""What a model attends to in one text: every layer's mean over its heads, every head of the last layer, or any layer and head."""
 
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +13,8 @@ from matplotlib.figure import Figure
 
 from flax_gpt.errors import require
 from flax_gpt.figures import style
+from flax_gpt.generation.prompts import is_integer
+from flax_gpt.models.encoder_decoder import EncoderDecoder
 
 MARGIN = 1.0
 """Inches a panel beside its cells, for labels and title."""
@@ -23,12 +25,47 @@ WIDTH = 16.0
 TICKS = (0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1)
 
 
+class Picture(NamedTuple):
+    """Panels of one picture."""
+
+    name: str
+    """What its file's name ends in."""
+    maps: list[np.ndarray]
+    titles: list[str]
+    title: str
+
+
 def attention_maps(model: nnx.Module, ids: np.ndarray) -> list[np.ndarray]:
-    """The maps of one pass without dropout over ids (T,): one (H, T, T) float array a layer. The model's own mode stays as it is."""
+    """The maps of one pass without dropout over ids (T,), of an encoder-decoder those of its encoder: one (H, T, T) float array a layer.
+
+    The model's own mode stays as it is.
+    """
     copy = nnx.merge(*nnx.split(model), copy=True)
     copy.eval()
-    _, maps = copy(jnp.asarray(ids, jnp.int32)[None], return_attention=True)
+    forward = copy.encode if isinstance(copy, EncoderDecoder) else copy
+    _, maps = forward(jnp.asarray(ids, jnp.int32)[None], return_attention=True)
     return [np.asarray(layer[0], np.float64) for layer in maps]
+
+
+def check_choice(config: Any, layer: int | None, head: int | None) -> None:
+    """Raises InputError for a layer or a head, both counted from 1, that a model of `config` does not have, and for a head of no layer."""
+    for name, value, count in (("layer", layer, config.num_layers), ("head", head, config.num_heads)):
+        require(value is None or (is_integer(value) and 1 <= value <= count), name, value, f"must be an integer in [1, {count}]")
+    require(head is None or layer is not None, "head", head, "needs the layer that it belongs to")
+
+
+def pictures(maps: list[np.ndarray], what: str, layer: int | None = None, head: int | None = None) -> list[Picture]:
+    """One head of a layer, or all of them; without a layer every layer's mean over its heads, and every head of the last."""
+    heads = range(1, len(maps[0]) + 1)
+    if layer is None:
+        means = [one.mean(axis=0) for one in maps]
+        return [
+            Picture("layers", means, [f"layer {i}" for i in range(1, len(maps) + 1)], f"{what}, mean over {len(heads)} heads"),
+            Picture("heads", list(maps[-1]), [f"head {h}" for h in heads], f"{what} heads of the last layer ({len(maps)})"),
+        ]
+    chosen = list(heads) if head is None else [head]
+    name = f"layer-{layer}" if head is None else f"layer-{layer}-head-{head}"
+    return [Picture(name, [maps[layer - 1][h - 1] for h in chosen], [f"head {h}" for h in chosen], f"{what}, layer {layer} of {len(maps)}")]
 
 
 def panels(
@@ -76,26 +113,33 @@ def panels(
     return figure
 
 
-def draw(run: Any, text: str, out_folder: str | os.PathLike[str]) -> list[Path]:
-    """Draws attention-layers.png and attention-heads.png for `text` and returns their paths; the attention is computed once.
+def draw(run: Any, text: str, out_folder: str | os.PathLike[str], *, layer: int | None = None, head: int | None = None) -> list[Path]:
+    """Draws attention-layers.png and attention-heads.png for `text`, or attention-layer-L[-head-H].png, and returns their paths.
 
-    `run` has a `model` and a `tokenizer`. Raises InputError for an empty text, one longer than the model's max_len, and one with unknown characters.
+    `run` has a `model` and a `tokenizer`: a GPT's, a classifier's, or an encoder-decoder's, whose encoder is drawn. The attention is computed once.
+    Raises InputError for an empty text, one longer than the model's max_len, one with unknown characters, and for what `check_choice` refuses.
     """
+    config = run.model.config
+    check_choice(config, layer, head)
     require(len(text) > 0, "text", text, "must hold at least one character")
-    ids = np.asarray(run.tokenizer.encode(text))
-    limit = run.model.config.max_len
-    require(len(ids) <= limit, "text", f"{len(ids)} tokens", f"must be at most max_len = {limit} tokens long")
-    maps = attention_maps(run.model, ids)
-    tokens = [run.tokenizer.decode(ids[i : i + 1]) for i in range(len(ids))]
-    heads = len(maps[0])
+    translates = isinstance(run.model, EncoderDecoder)
+    ids = run.tokenizer.encode_source(text, "text") if translates else run.tokenizer.encode(text, "text")
+    require(len(ids) <= config.max_len, "text", f"{len(ids)} tokens", f"must be at most max_len = {config.max_len} tokens long")
+    what = "Attention of the encoder" if translates else "Attention"
+    return draw_maps(attention_maps(run.model, ids), list(text), out_folder, what=what, layer=layer, head=head)
+
+
+def draw_maps(
+    maps: list[np.ndarray],
+    tokens: list[str],
+    out_folder: str | os.PathLike[str],
+    *,
+    what: str = "Attention",
+    layer: int | None = None,
+    head: int | None = None,
+) -> list[Path]:
+    """The pictures of `draw` from one map (H, T, T) a layer and its T tokens, of whatever model they are."""
     with style.labels("".join(tokens)) as label:
         names = [label(token) for token in tokens]
-        layers = panels(
-            [layer.mean(axis=0) for layer in maps],
-            [f"layer {i}" for i in range(1, len(maps) + 1)],
-            names,
-            f"Attention, mean over {heads} heads",
-        )
-        last = panels(list(maps[-1]), [f"head {h}" for h in range(1, heads + 1)], names, f"Attention heads of the last layer ({len(maps)})")
-        folder = Path(out_folder)
-        return [style.save(layers, folder / "attention-layers.png"), style.save(last, folder / "attention-heads.png")]
+        figures = [(picture.name, panels(picture.maps, picture.titles, names, picture.title)) for picture in pictures(maps, what, layer, head)]
+        return [style.save(figure, Path(out_folder) / f"attention-{name}.png") for name, figure in figures]

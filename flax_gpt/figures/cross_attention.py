@@ -1,4 +1,4 @@
-"""What an encoder-decoder looks at in the source as it writes: every layer's mean over its heads, and every head of the last layer."""
+"""What an encoder-decoder looks at in the source as it writes: all layers and the heads of the last one, or any layer and head."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from flax import nnx
 
 from flax_gpt.errors import require
 from flax_gpt.figures import style
-from flax_gpt.figures.attention import panels
+from flax_gpt.figures.attention import check_choice, panels, pictures
 from flax_gpt.generation.translate import translate
 
 END = "end"
@@ -25,13 +25,22 @@ def cross_maps(model: nnx.Module, source: np.ndarray, target: np.ndarray) -> lis
     return [np.asarray(layer[0], np.float64) for layer in maps["cross"]]
 
 
-def draw(run: Any, source: str, out_folder: str | os.PathLike[str], *, target: str | None = None) -> list[Path]:
-    """Draws cross-attention-layers.png and cross-attention-heads.png and returns their paths.
+def draw(
+    run: Any,
+    source: str,
+    out_folder: str | os.PathLike[str],
+    *,
+    target: str | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+) -> list[Path]:
+    """Draws cross-attention-layers.png and cross-attention-heads.png, or cross-attention-layer-L[-head-H].png, and returns their paths.
 
     Columns are the source's characters, rows those that the decoder writes there: `target`, or its greedy translation. Raises InputError for a text
-    that is empty, too long for the model's max_len, or has unknown characters.
+    that is empty, too long for the model's max_len, or has unknown characters, and for what `check_choice` refuses.
     """
     config, tokenizer = run.model.config, run.tokenizer
+    check_choice(config, layer, head)
     ids = tokenizer.encode_source(source)
     require(len(ids) <= config.max_len, "source", f"{len(ids)} tokens", f"must be at most max_len = {config.max_len} tokens long")
     if target is None:
@@ -40,19 +49,11 @@ def draw(run: Any, source: str, out_folder: str | os.PathLike[str], *, target: s
     written = tokenizer.encode_target(target)
     require(len(written) < config.max_len, "target", f"{len(written)} tokens", f"must leave room for its end: max_len = {config.max_len}")
     maps = cross_maps(run.model, ids, np.append(config.bos, written))
-    heads = len(maps[0])
     with style.labels(source + target) as label:
         columns, rows = [label(c) for c in source], [label(c) for c in target] + [END]
         axes = "source (looked at)", "target (written)"
-        layers = panels(
-            [layer.mean(axis=0) for layer in maps],
-            [f"layer {i}" for i in range(1, len(maps) + 1)],
-            columns,
-            f"Cross-attention, mean over {heads} heads",
-            queries=rows,
-            axes=axes,
-        )
-        names = [f"head {h}" for h in range(1, heads + 1)]
-        last = panels(list(maps[-1]), names, columns, f"Cross-attention heads of the last layer ({len(maps)})", queries=rows, axes=axes)
-        folder = Path(out_folder)
-        return [style.save(layers, folder / "cross-attention-layers.png"), style.save(last, folder / "cross-attention-heads.png")]
+        figures = [
+            (picture.name, panels(picture.maps, picture.titles, columns, picture.title, queries=rows, axes=axes))
+            for picture in pictures(maps, "Cross-attention", layer, head)
+        ]
+        return [style.save(figure, Path(out_folder) / f"cross-attention-{name}.png") for name, figure in figures]
