@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 from flax_gpt.kernels import api, attend, explain, pallas_gpu, vendor
+from parity_tests import compile_ahead
 from parity_tests.attention_cases import SMALL_GRID, WHOLE, build, check, covering, run_jax
 from parity_tests.attention_oracle import Problem, solve
 
@@ -149,57 +149,24 @@ def test_what_vendors_kernels_get_wrong_is_put_right(platform: str) -> None:
     np.testing.assert_array_equal(found[..., 0] == 0, np.isneginf(wanted["lse"].value))
 
 
-COMPILE = """
-import json, sys
-import jax
-from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
-import jax.numpy as jnp
-from flax_gpt.kernels import api
-chip, *names = sys.argv[1:]
-where = SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name=chip).devices[0])
-CASES = {
-    "plain": ((2, 512, 512, 4, 2, 64), "bfloat16", dict(causal=True), False),
-    "tails": ((1, 100, 200, 2, 1, 80), "float32", dict(causal=True, query_offset=100, window=(70, None)), False),
-    "everything": ((2, 1, 129, 4, 2, 128), "bfloat16", dict(causal=True, query_offset=128, dropout_rate=0.1), True),
-    "widest": ((1, 128, 128, 1, 1, 256), "float32", dict(), False),
-}
-for name in names:
-    (B, T, S, H, K, D), dtype, arguments, everything = CASES[name]
-    spec = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
-    more = dict(mask=spec((B, 1, 1, S), bool), bias=spec((1, H, T, S), jnp.float32), kv_lengths=spec((B,), jnp.int32),
-                dropout_key=spec((2,), jnp.uint32)) if everything else {}
-    def loss(arrays, more):
-        out, lse = api.attend(*arrays, implementation="pallas_tpu", return_lse=True, **arguments, **more)
-        return jnp.sum(out.astype(jnp.float32)) + jnp.sum(lse)
-    def program(arrays, more):
-        inexact = {key: more.pop(key) for key in ("bias",) if key in more}
-        return jax.value_and_grad(lambda arrays, inexact: loss(arrays, more | inexact), argnums=(0, 1))(arrays, inexact)
-    with api.target("tpu"):
-        arrays = [spec((B, T, H, D), dtype), spec((B, S, K, D), dtype), spec((B, S, K, D), dtype)]
-        compiled = jax.jit(program).trace(arrays, dict(more)).lower(lowering_platforms=("tpu",)).compile()
-    cost = compiled.cost_analysis()
-    memory = compiled.memory_analysis()
-    print(json.dumps(dict(chip=chip, case=name, flops=cost["flops"], seconds=cost["optimal_seconds"], bytes=cost["bytes accessed"],
-                          calls=compiled.as_text().count("tpu_custom_call"), temporary=memory.temp_size_in_bytes)))
-"""
-
-
-@pytest.mark.parametrize(("chip", "names"), [("v5e:2x2", ["plain", "everything"]), ("v6e:2x2", ["tails", "widest"])])
-def test_compiles_for_tpu(chip: str, names: list[str], record_property: Any) -> None:
+@pytest.mark.parametrize(("chip", "names"), [("v5e", ["plain", "everything"]), ("v6e", ["tails", "widest"])])
+def test_compiles_for_tpu(chip: str, names: list[str]) -> None:
     """Forward and backward through the TPU's own compiler, in a process of its own: libtpu takes settings from the environment, once."""
     pytest.importorskip("libtpu", reason="the TPU compiler is an extra: pip install flax-gpt[tpu]")
-    settings = dict(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost",
-                    ALLOW_MULTIPLE_LIBTPU_LOAD="1")  # fmt: skip
-    result = subprocess.run([sys.executable, "-c", COMPILE, chip, *names], env=os.environ | settings, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "parity_tests.compile_ahead", chip, "--json", "--cases", *names]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     costs = [json.loads(line) for line in re.findall(r"^\{.*\}$", result.stdout, re.MULTILINE)]
-    assert [cost["case"] for cost in costs] == names
+    wanted = [(kernel, name) for kernel in compile_ahead.KERNELS[chip] for name in compile_ahead.SERVED[kernel] if name in names]
+    assert [(cost["implementation"], cost["case"]) for cost in costs] == wanted
     for cost in costs:
-        record_property(f"{chip} {cost['case']}", cost)
-        assert cost["seconds"] > 0
-        assert cost["flops"] > 0
         assert cost["calls"] >= 3
+        if cost["implementation"] == "pallas_tpu":
+            B, T, S, H, _, D = compile_ahead.CASES[cost["case"]]["sizes"]
+            # Nine products of the map's size, of tiles that may lie half beyond the end or the diagonal.
+            assert cost["flops"] > 9 * B * H * T * S * D
+            assert cost["seconds"] > 0
+            assert compile_ahead.row(cost).startswith(f"| {chip} | `pallas_tpu` | {cost['case']}: B{B} T{T}")
 
 
 @pytest.mark.gpu
