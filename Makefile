@@ -6,10 +6,14 @@ BIN := $(VENV)/bin
 
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint
+.PHONY: demo test lint bench
 
 demo: $(VENV)/.installed-parity
 	$(BIN)/flax-gpt demo
+
+# BENCH=--quick for two minutes, BENCH=--full for a night, BENCH=--resume to go on.
+bench: $(VENV)/.installed-bench
+	$(BIN)/flax-gpt bench $(BENCH)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 -m "not slow"

@@ -261,6 +261,42 @@ def demo(*, out: Path = Path("demo")) -> None:
     demo(out, run_parity)
 
 
+def bench(
+    *,
+    quick: bool = False,
+    full: bool = False,
+    cases: str | None = None,
+    out: Path = Path("bench"),
+    resume: bool = False,
+) -> None:
+    """Times attention, training and generation beside PyTorch, outputs compared first; half an hour on two cores. Fails when a case has no ratio.
+
+    Args:
+        quick: A few cases in two minutes.
+        full: The whole grid, for a night.
+        cases: Names to run, with * and ?, separated by commas; left out: all of the level.
+        out: Folder of the results; new or empty, unless --resume goes on with what it holds.
+        resume: Measure what the folder does not hold yet.
+    """
+    require(not (quick and full), "--full", full, "cannot be given beside --quick")
+    level = "quick" if quick else "full" if full else "standard"
+    beside_torch("benchmarks.command", "bench").bench(level, cases, out, resume)
+
+
+def bench_compare(
+    old: Annotated[Positional[Path], arg(metavar="OLD.json")],
+    new: Annotated[Positional[Path], arg(metavar="NEW.json")],
+    /,
+) -> None:
+    """Compares two results of bench by the intervals of their ratios; fails when a case became slower.
+
+    Args:
+        old: A results.json.
+        new: A later one, which may come from another machine.
+    """
+    beside_torch("benchmarks.command", "bench compare").compare(old, new)
+
+
 COMMANDS: dict[str, Command] = {
     "train": train,
     "generate": generate,
@@ -270,6 +306,8 @@ COMMANDS: dict[str, Command] = {
     "figures cross-attention": figures_cross_attention,
     **{f"figures {name}": figures_of(name) for name in figures.EXPERIMENTS},
     "convert": convert,
+    "bench compare": bench_compare,  # before bench, of which it is no option
+    "bench": bench,
     "demo": demo,
 }
 

@@ -1,0 +1,42 @@
+"""`flax-gpt bench` and `flax-gpt bench compare`."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import cases, report, results, runner
+from flax_gpt.errors import RunError, require
+
+
+def bench(level: str, pattern: str | None, out: Path, resume: bool) -> None:
+    """Measures, and reports what there is even when it is interrupted. Raises RunError when a case has no ratio."""
+    selected, settings = cases.select(level, pattern), runner.SETTINGS[level]
+    runner.prepare(selected, settings, out, resume=resume)
+    try:
+        runner.run(selected, settings, out)
+    finally:
+        document = report.write(out)
+        console = terminal()
+        for line in report.headline(document):
+            console.print(line, soft_wrap=True)
+        console.print(report.table(document))
+        console.print(f"{out}: results.json, results.md")
+    failed = [row["name"] for row in document["rows"] if row["error"]]
+    if failed:
+        raise RunError(f"{len(failed)} of {len(selected)} cases have no ratio: {', '.join(failed)}")
+
+
+def compare(old: Path, new: Path) -> None:
+    """Prints how the ratios moved. Raises RunError when one fell by more than the intervals explain, or is gone."""
+    found = results.changes(results.load(old), results.load(new))
+    require(bool(found), "NEW", str(new), f"has no case in common with {old}")
+    terminal().print(report.changes_table(found))
+    worse = [change["name"] for change in found if change["verdict"] in ("slower", "failed")]
+    if worse:
+        raise RunError(f"{len(worse)} of {len(found)} cases became slower: {', '.join(worse)}")
+
+
+def terminal() -> Console:
+    """Standard output; wide where nobody sees its edge."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=150)

@@ -1,0 +1,194 @@
+"""JAX's side: `python -m benchmarks.jax_worker FOLDER PASS`. Never imports torch.
+
+Everything is jitted once outside the loop; the training state is donated; the model, its step and attention are `flax_gpt`'s own.
+"""
+
+import os
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from benchmarks import inputs, worker
+from benchmarks.cases import OPTIMIZER, SIZES, Attention, Copy, Forward, Matmul, Piece, Train
+from benchmarks.worker import Program
+from flax_gpt.config import GPTConfig
+from flax_gpt.kernels import attend, explain
+from flax_gpt.models.gpt import MiniGPT
+from flax_gpt.nn.dropout import Draw, dropout
+from flax_gpt.training.data import Batch
+from flax_gpt.training.loss import cross_entropy
+from flax_gpt.training.optimizer import make_optimizer
+from flax_gpt.training.state import make_step, new_state, split_model
+from flax_gpt.weights import tree
+
+
+def setup(threads: int) -> dict[str, Any]:
+    jax.config.update("jax_default_matmul_precision", "highest")
+    return {
+        "versions": {"jax": jax.__version__},
+        "device": str(jax.devices()[0].device_kind),
+        "platform": jax.default_backend(),
+        "threads": threads,  # XLA's pool has a thread for each processor that this process may use
+        "precision": "highest",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def device_peak() -> int | None:
+    stats = jax.devices()[0].memory_stats()
+    return stats.get("peak_bytes_in_use") if stats else None
+
+
+def wait(result: Any) -> None:
+    jax.block_until_ready(result)
+
+
+def program(function: Any, arguments: tuple[Any, ...], names: tuple[str, ...], **facts: Any) -> Program:
+    """A jitted function of arrays on the device, whose results are compared under `names`."""
+
+    def outputs() -> dict[str, np.ndarray]:
+        found = function(*arguments)
+        found = found if isinstance(found, tuple) else (found,)
+        return {name: inputs.thin(np.asarray(value.astype(jnp.float32))) for name, value in zip(names, found, strict=True)}
+
+    return Program(lambda: function(*arguments), outputs, wait, facts=facts)
+
+
+def matmul(case: Matmul, variant: str) -> Program:
+    a, b = (jnp.asarray(inputs.rounded(inputs.normal((case.size, case.size), n), case.dtype), case.dtype) for n in range(2))
+    return program(jax.jit(jnp.matmul), (a, b), ("product",))
+
+
+def copy(case: Copy, variant: str) -> Program:
+    x = jnp.asarray(inputs.normal((case.size,), 0))
+    function = jax.jit(lambda old, x: jnp.copy(x), donate_argnums=0, keep_unused=True)
+    holder = [jnp.zeros_like(x)]
+
+    def run() -> jax.Array:
+        holder[0] = function(holder[0], x)
+        return holder[0]
+
+    return Program(run, lambda: {"copy": inputs.thin(np.asarray(run()))}, wait, chained=True)
+
+
+def attention(case: Attention, variant: str) -> Program:
+    q, k, v, d_out = (jnp.asarray(x, case.dtype) for x in inputs.attention(case))
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend(q, k, v, causal=case.causal)
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(forward, q, k, v)
+        return out, *pull(d_out)
+
+    function = jax.jit(both if case.backward else forward)
+
+    def outputs() -> dict[str, np.ndarray]:
+        found = function(q, k, v)
+        found = found if case.backward else (found,)
+        return {name: np.asarray(x.astype(jnp.float32)) for name, x in zip(("out", "dq", "dk", "dv"), found, strict=False)}
+
+    return Program(lambda: function(q, k, v), outputs, wait, facts={"kernel": explain(q, k, v, causal=case.causal).chosen})
+
+
+def piece(case: Piece, variant: str) -> Program:
+    x, d_out = (jnp.asarray(inputs.normal((case.rows, case.width), n)) for n in range(2))
+    if case.layer == "cross_entropy":
+        targets = jnp.asarray(inputs.tokens(case.width, 1, case.rows)[1][0])
+        return program(jax.jit(jax.value_and_grad(lambda x: cross_entropy(x, targets))), (x,), ("loss", "dx"))
+    if case.layer == "layer_norm":
+        layer = nnx.LayerNorm(case.width, epsilon=1e-5, use_fast_variance=False, rngs=nnx.Rngs(0))
+        graph, state = nnx.split(layer)
+
+        def norm(x: jax.Array, state: Any) -> tuple[jax.Array, ...]:
+            out, pull = jax.vjp(lambda x, state: nnx.merge(graph, state)(x), x, state)
+            d_x, d_state = pull(d_out)
+            return out, d_x, d_state["scale"][...], d_state["bias"][...]
+
+        return program(jax.jit(norm), (x, state), ("out", "dx", "dweight", "dbias"))
+    key = jnp.asarray(inputs.DROPOUT_KEY)
+    layers = {
+        "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+        "dropout": lambda x: dropout(x, 0.1, Draw(key, jnp.uint32(0)), "benchmark"),
+    }
+
+    def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out, pull = jax.vjp(layers[case.layer], x)
+        return out, pull(d_out)[0]
+
+    return program(jax.jit(both), (x,), ("out", "dx"))
+
+
+def model(config: GPTConfig) -> MiniGPT:
+    made = MiniGPT(config, rngs=nnx.Rngs(0))
+    tree.load_weights(made, inputs.weights(config))
+    made.dropout.seed_key[...] = jnp.asarray(inputs.DROPOUT_KEY)
+    return made
+
+
+def forward(case: Forward, variant: str) -> Program:
+    size = SIZES[case.size]
+    made = model(size.config)
+    made.eval()
+    graph, weights = nnx.split(made)
+    batch = jnp.asarray(inputs.tokens(size.config.vocab_size, size.batch, size.length)[0])
+    function = jax.jit(lambda weights, tokens: nnx.merge(graph, weights)(tokens)[0])
+    rows = inputs.counted_rows(size.batch, size.length)
+
+    def outputs() -> dict[str, np.ndarray]:
+        return {"logits": inputs.thin(np.asarray(function(weights, batch))[:rows])}
+
+    return Program(lambda: function(weights, batch), outputs, wait, facts=kernel_of(size.config, size.batch, size.length))
+
+
+def kernel_of(config: GPTConfig, batch: int, length: int) -> dict[str, Any]:
+    """Which kernel serves the model's attention on such a batch."""
+    q, k = (jnp.zeros((batch, length, heads, config.head_dim), config.dtype) for heads in (config.num_heads, config.kv_heads))
+    return {"kernel": explain(q, k, k, causal=True).chosen}
+
+
+def train(case: Train, variant: str) -> Program:
+    size, config = SIZES[case.size], case.config
+    made = model(config)
+    graph, params, rest = split_model(made)
+    optimizer = make_optimizer(OPTIMIZER, 1)
+    step = make_step(graph, optimizer, lambda completed: completed % 10 == 0)
+    start = lambda: new_state(params, rest, optimizer)
+    holder = [start()]
+    batches = [one_batch(case, number) for number in range(4)]
+
+    def run() -> Any:
+        holder[0] = step(holder[0], batches[0])
+        batches.append(batches.pop(0))
+        return holder[0].loss
+
+    def outputs() -> dict[str, np.ndarray]:
+        rows = inputs.counted_rows(size.batch, size.length)
+        after = step(start(), one_batch(case, 0, rows))
+        adam = next(part for part in after.optimizer if isinstance(part, optax.ScaleByAdamState))
+        found = {"losses": np.asarray(after.loss)[None], "grad_norms": np.asarray(after.grad_norm)[None]}
+        for group, values in (("weights", after.params), ("exp_avg", adam.mu)):
+            found |= {f"step1/{group}/{name}": inputs.thin(array) for name, array in tree.torch_weights(made, values).items()}
+        return found
+
+    return Program(run, outputs, wait, chained=True, facts=kernel_of(config, size.batch, size.length))
+
+
+def one_batch(case: Train, number: int, rows: int | None = None) -> Batch:
+    """A batch on the device, of which the first `rows` count; None: all."""
+    size = SIZES[case.size]
+    tokens, targets = inputs.tokens(case.config.vocab_size, size.batch, size.length, number)
+    weights = np.ones(tokens.shape, np.float32)
+    weights[size.batch if rows is None else rows :] = 0
+    return jax.device_put(Batch(tokens, targets, weights))
+
+
+SIDE = worker.Side("jax", dict(matmul=matmul, copy=copy, attention=attention, piece=piece, forward=forward, train=train), setup, device_peak)
+
+if __name__ == "__main__":
+    worker.main(SIDE, sys.argv[1:])

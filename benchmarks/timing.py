@@ -1,0 +1,151 @@
+"""How a program is timed within one process, and what several processes say together. Standard library and numpy alone.
+
+A process may be slow for its whole life, so that figures come from several of each framework in the order A B B A …; within one, from the median of
+samples after a warm-up. A sample during which other processes held more than a tenth of the machine is rejected and counted.
+"""
+
+import ctypes
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+OTHERS = 0.1
+"""Share of the machine that other processes may hold during a sample."""
+
+SAMPLE_SECONDS = 0.1
+"""Shortest sample: shorter runs are repeated within one."""
+
+MIN_SAMPLES = 3
+PATIENCE = 4.0
+"""How many times the asked time is spent on waiting for samples that count."""
+
+
+def machine_seconds() -> float | None:
+    """Processor time that the whole machine has spent since it started; None where the system does not say."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            ticks = [int(x) for x in file.readline().split()[1:9]]
+    except OSError:
+        return None
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def disturbed(machine: float | None, own: float, wall: float, cpus: int) -> bool:
+    """Whether others held too much of the machine, from the processor seconds of the machine and of this process, and the wall time.
+
+    The machine's time is counted in ticks, of which one is not held against anyone.
+    """
+    return machine is not None and machine - own > OTHERS * wall * cpus + 0.01
+
+
+def sample(run: Callable[[], Any], wait: Callable[[Any], None], *, seconds: float, chained: bool) -> dict[str, Any]:
+    """Times `run` for about `seconds`: {samples_ms, cpu_ms, rejected, repeats}; times are a run's.
+
+    `wait` blocks on what `run` returned: after each run, or, when each run needs the one before it (`chained`), after the last of a sample.
+    """
+    wait(run())
+    start = time.perf_counter()
+    wait(run())
+    repeats = max(1, int(SAMPLE_SECONDS / max(time.perf_counter() - start, 1e-9)))
+    kept: list[float] = []
+    cpu: list[float] = []
+    rejected = 0
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        began = time.perf_counter()
+        while True:
+            spent = time.perf_counter() - began
+            if len(cpu) >= MIN_SAMPLES and spent >= seconds and (len(kept) >= MIN_SAMPLES or spent >= PATIENCE * seconds):
+                break
+            machine, own, wall = machine_seconds(), time.process_time(), time.perf_counter()
+            for _ in range(repeats):
+                result = run()
+                if not chained:
+                    wait(result)
+            wait(result)
+            wall, own = time.perf_counter() - wall, time.process_time() - own
+            total = None if machine is None else (machine_seconds() or 0.0) - machine
+            cpu.append(own / repeats * 1e3)
+            if disturbed(total, own, wall, os.cpu_count() or 1):
+                rejected += 1
+            else:
+                kept.append(wall / repeats * 1e3)
+    finally:
+        if collecting:
+            gc.enable()
+    return {"samples_ms": kept, "cpu_ms": statistics.median(cpu), "rejected": rejected, "repeats": repeats}
+
+
+# Memory and energy
+
+
+def resident(field: str = "VmRSS") -> int | None:
+    """Bytes of this process that lie in memory; VmHWM: the most since `forget_peak`. None where the system does not say."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            for line in file:
+                if line.startswith(f"{field}:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def forget_peak() -> None:
+    """Gives freed memory back to the system and starts the count of the highest resident size anew."""
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        pass  # another C library
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        pass
+
+
+def joules() -> float | None:
+    """Energy that the processor packages have taken since some time, from RAPL; None where the device does not report it."""
+    total = 0.0
+    try:
+        for path in Path("/sys/class/powercap").glob("intel-rapl:[0-9]"):
+            total += int((path / "energy_uj").read_text(encoding="ascii")) / 1e6
+    except (OSError, ValueError):
+        return None
+    return total or None
+
+
+# Several processes
+
+
+def median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float] | None:
+    """The first and the third."""
+    if not values:
+        return None
+    low, high = np.percentile(values, [25, 75])
+    return float(low), float(high)
+
+
+def ratio_interval(ours: Sequence[float], theirs: Sequence[float], *, draws: int = 4000, seed: int = 0) -> tuple[float, float, float]:
+    """(ratio, low, high): the median of `theirs` over that of `ours`, a number a process, and its 95% interval.
+
+    The interval is the percentile bootstrap (Efron & Tibshirani 1993, chapter 13) over processes, each side drawn anew. One process a side gives an
+    interval of no width. Above 1, ours is faster.
+    """
+    rng = np.random.default_rng(seed)
+    sides = [np.asarray(side, np.float64) for side in (ours, theirs)]
+    a, b = (np.median(side[rng.integers(0, len(side), (draws, len(side)))], axis=1) for side in sides)
+    low, high = np.percentile(b / a, [2.5, 97.5])
+    return float(np.median(sides[1]) / np.median(sides[0])), float(low), float(high)

@@ -1,0 +1,209 @@
+"""torch's side: `python -m benchmarks.torch_worker FOLDER PASS`. Never imports jax.
+
+Eager and torch.compile, SDPA, AdamW in its fused in-place form, gradients set to None, inference_mode where nothing is trained.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from benchmarks import inputs, worker
+from benchmarks.cases import OPTIMIZER, SIZES, Attention, Copy, Forward, Matmul, Piece, Train
+from benchmarks.torch_fast import FastGPT
+from benchmarks.worker import Program
+from flax_gpt.config import GPTConfig
+from torch_ref.training.optimizer import decays
+
+DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("JAX_PLATFORMS", "") != "cpu" else "cpu"
+
+
+def setup(threads: int) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    return {
+        "versions": {"torch": torch.__version__},
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
+        "platform": DEVICE,
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "precision": torch.get_float32_matmul_precision(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "compiler": shutil.which(os.environ.get("CXX", "g++")),
+    }
+
+
+def device_peak() -> int | None:
+    if DEVICE == "cpu":
+        return None
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def wait(result: Any) -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def compiled(function: Callable[..., Any], variant: str) -> Callable[..., Any]:
+    """The function as the variant runs it. Raises RuntimeError where torch.compile has no C++ compiler."""
+    if variant == "eager":
+        return function
+    if DEVICE == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
+        raise RuntimeError("torch.compile needs a C++ compiler, and there is no g++")
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, mode=None if variant == "compile" else variant)
+
+
+def tensor(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
+    made = torch.from_numpy(array).to(DEVICE)
+    return made if dtype is None else made.to(getattr(torch, dtype))
+
+
+def program(function: Callable[..., Any], arguments: tuple[Any, ...], names: tuple[str, ...], **facts: Any) -> Program:
+    """A function whose results, a tensor or a tuple, are compared under `names`."""
+
+    def outputs() -> dict[str, np.ndarray]:
+        found = function(*arguments)
+        found = found if isinstance(found, tuple) else (found,)
+        return {name: inputs.thin(to_numpy(value)) for name, value in zip(names, found, strict=True)}
+
+    return Program(lambda: function(*arguments), outputs, wait, facts=facts)
+
+
+def to_numpy(x: torch.Tensor) -> np.ndarray:
+    return x.detach().float().cpu().numpy()
+
+
+def matmul(case: Matmul, variant: str) -> Program:
+    a, b = (tensor(inputs.normal((case.size, case.size), n), case.dtype) for n in range(2))
+    return program(torch.inference_mode()(torch.matmul), (a, b), ("product",))
+
+
+def copy(case: Copy, variant: str) -> Program:
+    x = tensor(inputs.normal((case.size,), 0))
+    return program(torch.zeros_like(x).copy_, (x,), ("copy",))
+
+
+def attention(case: Attention, variant: str) -> Program:
+    q, k, v, d_out = (tensor(x, case.dtype).transpose(1, 2).contiguous() for x in inputs.attention(case))
+    for x in (q, k, v):
+        x.requires_grad_(case.backward)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=case.kv_heads != case.heads)
+        return (out, *torch.autograd.grad(out, (q, k, v), d_out)) if case.backward else (out,)
+
+    def outputs() -> dict[str, np.ndarray]:
+        return {name: to_numpy(x.transpose(1, 2)) for name, x in zip(("out", "dq", "dk", "dv"), run(), strict=False)}
+
+    return Program(run, outputs, wait, facts={"kernel": sdpa_backend(q, k, v, case)})
+
+
+def sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Attention) -> str:
+    """Which of SDPA's back ends torch chooses for the call."""
+    number = torch._fused_sdp_choice(q, k, v, None, 0.0, case.causal, enable_gqa=case.kv_heads != case.heads)
+    return f"sdpa {torch.nn.attention.SDPBackend(number).name.removesuffix('_ATTENTION').lower()}"
+
+
+def piece(case: Piece, variant: str) -> Program:
+    x, d_out = (tensor(inputs.normal((case.rows, case.width), n)) for n in range(2))
+    x.requires_grad_(True)
+    if case.layer == "cross_entropy":
+        targets = tensor(inputs.tokens(case.width, 1, case.rows)[1][0]).long()
+        loss = compiled(F.cross_entropy, variant)
+
+        def both() -> tuple[torch.Tensor, ...]:
+            out = loss(x, targets)
+            return out, *torch.autograd.grad(out, (x,))
+
+        return program(both, (), ("loss", "dx"))
+    layers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "dropout": lambda x: F.dropout(x, 0.1, True)}
+    wanted, names = [x], ["out", "dx"]
+    if case.layer == "layer_norm":
+        weight, bias = (value(case.width, device=DEVICE, requires_grad=True) for value in (torch.ones, torch.zeros))
+        layers["layer_norm"] = lambda x: F.layer_norm(x, (case.width,), weight, bias, 1e-5)
+        wanted, names = [x, weight, bias], ["out", "dx", "dweight", "dbias"]
+    layer = compiled(layers[case.layer], variant)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        out = layer(x)
+        return out, *torch.autograd.grad(out, wanted, d_out)
+
+    return program(run, (), tuple(names))
+
+
+def model(config: GPTConfig) -> FastGPT:
+    return FastGPT(config, inputs.weights(config)).to(DEVICE)
+
+
+def forward(case: Forward, variant: str) -> Program:
+    size = SIZES[case.size]
+    made = compiled(model(size.config).eval(), variant)
+    batch = tensor(inputs.tokens(size.config.vocab_size, size.batch, size.length)[0])
+    rows = inputs.counted_rows(size.batch, size.length)
+    function = torch.inference_mode()(made) if variant == "eager" else torch.no_grad()(made)
+    return Program(lambda: function(batch), lambda: {"logits": inputs.thin(to_numpy(function(batch)[:rows]))}, wait)
+
+
+def optimizer_of(made: FastGPT) -> torch.optim.Optimizer:
+    shrunk = [p for p in made.parameters() if decays(p, OPTIMIZER)]
+    rest = [p for p in made.parameters() if not decays(p, OPTIMIZER)]
+    groups = [{"params": shrunk, "weight_decay": OPTIMIZER.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps, fused=True)
+
+
+def train(case: Train, variant: str) -> Program:
+    size = SIZES[case.size]
+    made = model(case.config).train()
+    loss_of = compiled(made.loss, variant)
+    optimizer = optimizer_of(made)
+    batches = [one_batch(case, number) for number in range(4)]
+
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(tokens, targets)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(made.parameters(), OPTIMIZER.clip)
+        optimizer.step()
+        return loss, norm
+
+    def run() -> torch.Tensor:
+        batches.append(batches.pop(0))
+        return step(*batches[-1])[0]
+
+    def outputs() -> dict[str, np.ndarray]:
+        nonlocal optimizer
+        made.load(inputs.weights(case.config))
+        optimizer = optimizer_of(made)
+        made.train(case.dropout == 0)  # torch draws dropout's numbers from a generator of its own
+        tokens, targets = one_batch(case, 0)
+        targets[inputs.counted_rows(size.batch, size.length) :] = -100
+        loss, norm = step(tokens, targets)
+        made.train()
+        named = dict(made.named_parameters())
+        found = {"losses": to_numpy(loss)[None], "grad_norms": to_numpy(norm)[None]}
+        for group, values in (("weights", named), ("exp_avg", {name: optimizer.state[p]["exp_avg"] for name, p in named.items()})):
+            found |= {f"step1/{group}/{name}": inputs.thin(array) for name, array in made.named(values).items()}
+        return found
+
+    return Program(run, outputs, wait, chained=True)
+
+
+def one_batch(case: Train, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    size = SIZES[case.size]
+    tokens, targets = inputs.tokens(case.config.vocab_size, size.batch, size.length, number)
+    return tensor(tokens), tensor(targets).long()
+
+
+SIDE = worker.Side("torch", dict(matmul=matmul, copy=copy, attention=attention, piece=piece, forward=forward, train=train), setup, device_peak)
+
+if __name__ == "__main__":
+    worker.main(SIDE, sys.argv[1:])
