@@ -1,4 +1,4 @@
-"""The counter-based generator behind every dropout, bit for bit that of `flax_gpt/random.py`.
+"""The counter-based generator behind every dropout, bit for bit that of `flax_gpt/random.py`; initial weights come from `torch_ref/jax_random.py`.
 
 torch has no arithmetic on unsigned 32-bit words: a word is an int64 in [0, 2**32), and products are cut back to 32 bits.
 """

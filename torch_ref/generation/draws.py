@@ -1,4 +1,4 @@
-"""From logits to a token; the noise is bit for bit that of `flax_gpt.generation.draws`, up to the rounding of two logarithms."""
+"""From logits to a token; the noise is bit for bit that of `flax_gpt.generation.draws` where XLA's logarithms are `torch_ref.xla_math`'s."""
 
 import numbers
 from typing import Any
@@ -10,6 +10,7 @@ from flax_gpt.config import SampleConfig
 from flax_gpt.errors import InputError, require
 from torch_ref import random
 from torch_ref.generation.prompts import is_integer
+from torch_ref.xla_math import log, log1p
 
 
 def read_rule(temperature: Any, top_k: Any, top_p: Any, eos: Any, key: Any, vocab_size: int) -> tuple[SampleConfig, Tensor | None]:
@@ -22,7 +23,7 @@ def read_rule(temperature: Any, top_k: Any, top_p: Any, eos: Any, key: Any, voca
     sample = SampleConfig(temperature, top_k, top_p)
     if temperature == 0:
         return sample, None
-    require(key is not None, "key", None, "is required when temperature is above 0: pass torch_ref.random.key_from_seed(seed), or temperature=0")
+    require(key is not None, "key", None, "is required when temperature is above 0: pass torch_ref.jax_random.key(seed), or temperature=0")
     try:
         key = random.as_key(key)
     except (TypeError, RuntimeError):
@@ -51,7 +52,7 @@ def gumbel(keys: Tensor, size: int) -> Tensor:
     -log(-log(1 - u)), u = (bits + ½) / 2³²: small u, which give the largest noise, keep their full precision.
     """
     u = (random.bits(keys[:, None, :], torch.arange(size, device=keys.device)).to(torch.float32) + 0.5) * 2.0**-32
-    return -torch.log(-torch.log1p(-torch.clamp(u, max=1 - 2.0**-24)))
+    return -log(-log1p(-torch.clamp(u, max=1 - 2.0**-24)))
 
 
 def draw(logits: Tensor, sample: SampleConfig, keys: Tensor | None, positions: Tensor) -> Tensor:

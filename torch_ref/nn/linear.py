@@ -18,6 +18,7 @@ class Linear(nn.Linear):
 
     def __init__(self, config: Any, in_features: int, out_features: int, *, bias: bool):
         super().__init__(in_features, out_features, bias=bias, dtype=dtype_of(config.param_dtype))
+        self.std: float | None = None  # of the normal initialisation; None for torch's own
         self.compute_dtype = dtype_of(config.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -33,7 +34,8 @@ def linear(config: Any, in_features: int, out_features: int, *, use_bias: bool, 
     """
     layer = Linear(config, in_features, out_features, bias=use_bias)
     if config.init == "scaled":
-        nn.init.normal_(layer.weight, std=config.residual_std if to_residual else INIT_STD)
+        layer.std = config.residual_std if to_residual else INIT_STD
+        nn.init.normal_(layer.weight, std=layer.std)
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)
     return layer
@@ -44,6 +46,7 @@ class Embedding(nn.Embedding):
 
     def __init__(self, config: Any, size: int):
         super().__init__(size, config.d_model, dtype=dtype_of(config.param_dtype))
+        self.std = INIT_STD if config.init == "scaled" else 1.0  # of the normal initialisation
         self.compute_dtype = dtype_of(config.dtype)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -58,5 +61,5 @@ def embedding(config: Any, size: int) -> Embedding:
     """A table (size, D): N(0, 0.02²) when 'scaled', N(0, 1) when 'torch', as nn.Embedding draws it."""
     layer = Embedding(config, size)
     if config.init == "scaled":
-        nn.init.normal_(layer.weight, std=INIT_STD)
+        nn.init.normal_(layer.weight, std=layer.std)
     return layer
