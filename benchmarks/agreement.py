@@ -8,25 +8,32 @@ repeats its draws bit for bit, torch's step with one that drops nothing.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from benchmarks import cases, inputs, worker
-from benchmarks.cases import OPTIMIZER, SIZES, Attention, Case, Copy, Forward, Matmul, Piece, Train
+from benchmarks.cases import OPTIMIZER, SIZES, Attention, Beam, Case, Checkpoint, Copy, Data, Forward, Generate, Matmul, Piece, Start, Train
+from flax_gpt.config import GPTConfig
 from parity_tests import attention_oracle, compare, oracle, tolerances
 from parity_tests.report import Report, Row
+from parity_tests.run_parity import grade_of_the_gap
 
 Values = Mapping[str, np.ndarray]
 Outputs = Mapping[str, Values]
 """{program, such as "jax jit" or "torch eager": its results}."""
+
+
+REFERENCE = "torch eager"
+"""Whose error decides, with the simulated rounding, how far ours may be off."""
 
 
 def judge(case: Case, outputs: Outputs) -> Report:
@@ -121,7 +128,7 @@ def forward(report: Report, case: Forward, outputs: Outputs) -> None:
     size = SIZES[case.size]
     rows = inputs.counted_rows(size.batch, size.length)
     tokens = torch.from_numpy(inputs.tokens(size.config.vocab_size, size.batch, size.length)[0][:rows])
-    model = oracle.torch_model(size.config, inputs.weights(size.config), dtype="float64").eval()
+    model = double(size.config)
 
     def run() -> Values:
         with torch.no_grad():
@@ -131,35 +138,123 @@ def forward(report: Report, case: Forward, outputs: Outputs) -> None:
 
 
 def train(report: Report, case: Train, outputs: Outputs) -> None:
-    size = SIZES[case.size]
-    model = oracle.torch_model(case.config, inputs.weights(case.config), dtype="float64")
-    tokens, targets = inputs.tokens(case.config.vocab_size, size.batch, size.length, 0)
-    rows = inputs.counted_rows(size.batch, size.length)
-
-    def run(dropout_key: np.ndarray | None, powers: Any = None) -> Values:
-        batch = oracle.Batch(tokens[:rows], targets[:rows], dropout_key=dropout_key)
-        found = oracle.torch_steps(model, batch, OPTIMIZER, (1,), powers)
-        return {name: value if value.ndim == 1 else inputs.thin(value) for name, value in found.items() if kept(name)}
-
-    def kept(name: str) -> bool:
-        return "exp_avg_sq" not in name and not any(name.endswith(end) for end in (".pe", "causal_mask", "lm_head.weight"))
-
     ours = {program: values for program, values in outputs.items() if program.startswith("jax")}
     theirs = {program: values for program, values in outputs.items() if program not in ours}
-    if case.dropout == 0:
-        by_rounding(report, case.dtype, outputs, lambda: run(None))
-    else:
-        by_rounding(report, case.dtype, ours, lambda: run(inputs.DROPOUT_KEY))
-        by_rounding(report, case.dtype, theirs, lambda: run(None))
+    for programs, rate in [(ours, case.dropout), (theirs, 0.0)] if case.dropout else [(outputs, 0.0)]:
+        if programs:
+            compare.judge(report, case.dtype, programs, *one_step(case.size, rate), reference=REFERENCE if REFERENCE in programs else "")
+
+
+@functools.cache
+def one_step(size_name: str, rate: float) -> tuple[Values, Values]:
+    """The float64 values of a training step on the rows that count, and their scatter."""
+    size = SIZES[size_name]
+    config = dataclasses.replace(size.config, dropout=rate)
+    model = double(config)
+    tokens, targets = inputs.tokens(config.vocab_size, size.batch, size.length, 0)
+    rows = inputs.counted_rows(size.batch, size.length)
+    batch = oracle.Batch(tokens[:rows], targets[:rows], dropout_key=inputs.DROPOUT_KEY if rate else None)
+
+    def run() -> Values:
+        found = oracle.torch_steps(model, batch, OPTIMIZER, (1,))
+        return {name: value if value.ndim == 1 else inputs.thin(value) for name, value in found.items() if compared(name)}
+
+    return run(), tolerances.scatter(run)
+
+
+def compared(name: str) -> bool:
+    """Both sides' workers give these of a step's results: losses, gradient norms, weights and first moments."""
+    return "exp_avg_sq" not in name and not name.endswith((".pe", "causal_mask", "lm_head.weight"))
+
+
+TIES = 8
+"""Rows whose tokens part from the float64 choice that are looked into at most; more of them are no ties."""
+
+
+def generate(report: Report, case: Generate, outputs: Outputs) -> None:
+    """Each token is the float64 model's choice after the tokens before it, or one of two whose logits rounding cannot tell apart."""
+    model = double(case.config)
+    for program, values in outputs.items():
+        tokens = values["tokens"].astype(np.int64)
+        notes = [] if tokens.shape == (case.batch, case.prompt + case.new) else [f"{program} wrote {tokens.shape}"]
+        if not np.array_equal(tokens[:, : case.prompt], inputs.prompts(case.config.vocab_size, case.batch, case.prompt)):
+            notes.append(f"{program} changed the prompt")
+        if not notes:
+            with torch.no_grad():
+                chosen = model(torch.from_numpy(tokens[:, :-1]))[0].argmax(-1).numpy()
+            wrong = np.argwhere((chosen != tokens[:, 1:])[:, case.prompt - 1 :]) + np.array([0, case.prompt])
+            for b, place in wrong[:TIES]:
+                one, other = int(tokens[b, place]), int(chosen[b, place - 1])
+                if grade_of_the_gap(model, tokens[b, :place], one, other) > tolerances.reference_limit():
+                    notes.append(f"{program}, row {b}: token {place} is {one}, not {other}")
+            notes += [f"{program} parts from the float64 choice in {len(wrong)} places"] * (len(wrong) > TIES)
+        report.rows.append(Row(f"tokens, {program}", "exact", {}, {}, {}, 0.0, note="; ".join(notes)))
+
+
+def double(config: GPTConfig) -> torch.nn.Module:
+    """`torch_ref`'s model of the benchmark's weights in float64, in eval mode."""
+    return oracle.torch_model(config, inputs.weights(config), dtype="float64").eval()
+
+
+def beam(report: Report, case: Beam, outputs: Outputs) -> None:
+    """The same tokens, and their log probability as float64 has it."""
+    tokens = next(iter(outputs.values()))["tokens"].astype(np.int64)
+    for program, values in outputs.items():
+        same = np.array_equal(tokens, values["tokens"])
+        report.rows.append(Row(f"tokens, {program}", "exact", {}, {}, {}, 0.0, note="" if same else f"{program} found other tokens"))
+    if not report.ok:
+        return
+    text = torch.from_numpy(np.concatenate([inputs.prompts(case.config.vocab_size, case.batch, case.prompt), tokens], axis=1))
+    model = double(case.config)
+
+    def run() -> Values:
+        with torch.no_grad():
+            logits = model(text[:, :-1])[0][:, case.prompt - 1 :]
+            found = torch.log_softmax(logits, dim=-1).gather(-1, text[:, case.prompt :, None])
+        return {"log_probs": found.sum((1, 2)).numpy()}
+
+    by_rounding(report, case.dtype, {program: {"log_probs": values["log_probs"]} for program, values in outputs.items()}, run)
+
+
+def start(report: Report, case: Start, outputs: Outputs) -> None:
+    size = SIZES[case.size]
+    batch = oracle.Batch(*inputs.tokens(size.config.vocab_size, size.batch, size.length, 0))
+    model = double(dataclasses.replace(size.config, dropout=0.0))
+    by_rounding(report, case.dtype, outputs, lambda: {"losses": oracle.torch_steps(model, batch, OPTIMIZER, (1,))["losses"]})
+
+
+def checkpoint(report: Report, case: Checkpoint, outputs: Outputs) -> None:
+    truth = {name: inputs.thin(array) for name, array in inputs.weights(SIZES[case.size].config).items()}
+    for program, values in outputs.items():
+        compare.exact(report, f"weights, {program}", values, truth)
+
+
+def data(report: Report, case: Data, outputs: Outputs) -> None:
+    """Every window once an epoch, each with the tokens that follow its own."""
+    truth = {"starts": np.arange(case.tokens - SIZES[case.size].length), "whole": np.array([True])}
+    for program, values in outputs.items():
+        compare.exact(report, f"windows, {program}", values, truth)
 
 
 def by_rounding(report: Report, dtype: str, outputs: Outputs, run: Callable[[], Values]) -> None:
     """Holds the outputs against `run`, a program in torch and float64, and against its scatter under simulated rounding."""
     if outputs:
-        compare.judge(report, dtype, outputs, run(), tolerances.scatter(run), reference=next((p for p in outputs if p == "torch eager"), ""))
+        compare.judge(report, dtype, outputs, run(), tolerances.scatter(run), reference=REFERENCE if REFERENCE in outputs else "")
 
 
-JUDGES: dict[str, Callable[..., None]] = dict(matmul=matmul, copy=copy, attention=attention, piece=piece, forward=forward, train=train)
+JUDGES: dict[str, Callable[..., None]] = {
+    "matmul": matmul,
+    "copy": copy,
+    "attention": attention,
+    "piece": piece,
+    "forward": forward,
+    "train": train,
+    "generate": generate,
+    "beam": beam,
+    "start": start,
+    "checkpoint": checkpoint,
+    "data": data,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +263,8 @@ class Agreement:
 
     ok: bool
     summary: str
+    seconds: float
+    """What the comparison took."""
 
 
 def read_outputs(folder: Path, case: Case) -> dict[str, Values]:
@@ -182,14 +279,16 @@ def read_outputs(folder: Path, case: Case) -> dict[str, Values]:
 
 def decide(case: Case, outputs: Outputs) -> Agreement:
     """Both sides must have an output, and every program's must be right."""
+    start = time.perf_counter()
+    verdict = lambda ok, summary: Agreement(ok, summary, time.perf_counter() - start)
     missing = [side for side in ("jax", "torch") if not any(program.startswith(side) for program in outputs)]
     if missing:
-        return Agreement(False, f"no output of {' and '.join(missing)} to compare")
+        return verdict(False, f"no output of {' and '.join(missing)} to compare")
     try:
         report = judge(case, outputs)
     except Exception as error:
-        return Agreement(False, f"the comparison failed: {worker.reason(error)}")
-    return Agreement(report.ok, report.summary())
+        return verdict(False, f"the comparison failed: {worker.reason(error)}")
+    return verdict(report.ok, report.summary())
 
 
 def main(folder: Path) -> None:

@@ -170,6 +170,8 @@ class Attention(Case):
         return "tokens", self.batch * self.length
 
 
+CACHES = {"jax": ("cold", "warm"), "torch": ("eager", "compile")}
+FILES = {"jax": ("orbax",), "torch": ("torch.save", "safetensors")}
 COMPILED = {"jax": ("jit",), "torch": ("eager", "compile")}
 
 
@@ -243,7 +245,114 @@ class Train(Case):
         return "tokens", SIZES[self.size].batch * SIZES[self.size].length
 
 
-KINDS: dict[str, type[Case]] = {kind.kind: kind for kind in (Matmul, Copy, Attention, Piece, Forward, Train)}
+@dataclasses.dataclass(frozen=True)
+class Generate(Case):
+    """Greedy tokens after a prompt, over a static key/value cache; one new token times the prompt's own pass."""
+
+    kind = "generate"
+    variants = COMPILED
+    size: str = "S"
+    batch: int = 1
+    prompt: int = 16
+    new: int = 112
+    max_len: int = 128
+    """Of the model; the caches hold as many positions."""
+    recompute: bool = False
+    """torch computes the whole window anew for each token, as the original does; JAX keeps its cache."""
+
+    @property
+    def name(self) -> str:
+        if self.new == 1:
+            return f"prefill-{self.size}-batch{self.batch}-T{self.prompt}"
+        return f"decode-{self.size}-batch{self.batch}-from{self.prompt}" + "-against-recomputing" * self.recompute
+
+    @property
+    def config(self) -> GPTConfig:
+        return dataclasses.replace(SIZES[self.size].config, max_len=self.max_len, dropout=0.0)
+
+    @property
+    def unit(self) -> tuple[str, float]:
+        return "tokens", self.batch * (self.prompt if self.new == 1 else self.new)
+
+
+@dataclasses.dataclass(frozen=True)
+class Beam(Case):
+    """Beam search of a GPT, no token of which ends a hypothesis."""
+
+    kind = "beam"
+    size: str = "S"
+    batch: int = 4
+    prompt: int = 16
+    new: int = 48
+    beams: int = 4
+    max_len: int = 64
+
+    @property
+    def name(self) -> str:
+        return f"beam-{self.size}-batch{self.batch}-beams{self.beams}"
+
+    @property
+    def config(self) -> GPTConfig:
+        return dataclasses.replace(SIZES[self.size].config, max_len=self.max_len, dropout=0.0)
+
+    @property
+    def unit(self) -> tuple[str, float]:
+        return "tokens", self.batch * self.new
+
+
+@dataclasses.dataclass(frozen=True)
+class Start(Case):
+    """From the start of an interpreter to the end of the first training step; JAX with an empty and with a filled compilation cache."""
+
+    kind = "start"
+    variants = CACHES
+    size: str = "S"
+
+    @property
+    def name(self) -> str:
+        return f"start-to-first-step-{self.size}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint(Case):
+    """A training state to the disk, flushed and renamed, or back; JAX's also writes and verifies the SHA-256 of every file."""
+
+    kind = "checkpoint"
+    variants = FILES
+    size: str = "M"
+    load: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"checkpoint-{'load' if self.load else 'save'}-{self.size}"
+
+    @property
+    def bytes(self) -> float:
+        return 3.0 * 4 * parameters(SIZES[self.size].config)
+
+    @property
+    def unit(self) -> tuple[str, float]:
+        return "bytes", self.bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Data(Case):
+    """A batch of windows in an order that visits each once an epoch."""
+
+    kind = "data"
+    size: str = "M"
+    tokens: int = 1 << 17
+
+    @property
+    def name(self) -> str:
+        return f"data-{self.size}"
+
+    @property
+    def unit(self) -> tuple[str, float]:
+        return "tokens", SIZES[self.size].batch * SIZES[self.size].length
+
+
+KINDS: dict[str, type[Case]] = {kind.kind: kind for kind in (Matmul, Copy, Attention, Piece, Forward, Train, Generate, Beam, Start, Checkpoint, Data)}
 
 
 def read(values: Mapping[str, Any]) -> Case:
@@ -266,6 +375,7 @@ def _quick() -> list[Case]:
         Attention(length=512),
         Attention(length=512, backward=True),
         Train(size="S"),
+        Generate(),
     ]
 
 
@@ -284,7 +394,22 @@ def _standard() -> list[Case]:
         Attention(length=1024, backward=True, width=128),
         Attention(length=1024, backward=True, causal=False),
         Attention(length=1024, backward=True, kv_heads=2),
+        Piece(layer="layer_norm", width=384),
+        Piece(layer="gelu"),
+        Piece(layer="dropout"),
+        Piece(layer="cross_entropy", width=1000),
+        *(Forward(size=size) for size in ("S", "M")),
         *(Train(size=size, dropout=dropout) for size in ("S", "M", "L") for dropout in (0.1, 0.0)),
+        *(Generate(batch=batch) for batch in (1, 8, 32)),
+        Generate(recompute=True),
+        *(Generate(size="M", prompt=prompt, new=96, max_len=512) for prompt in (16, 400)),
+        Generate(batch=8, prompt=112, new=1),
+        Generate(size="M", batch=8, prompt=400, new=1, max_len=512),
+        Beam(),
+        Start(),
+        Checkpoint(),
+        Checkpoint(load=True),
+        Data(),
     ]
 
 
@@ -298,7 +423,14 @@ def _full() -> list[Case]:
         for kv_heads in (8, 2)
         for backward in (False, True)
     ]
-    return list(dict.fromkeys([*_standard(), *attention, *(Train(size="124M", dropout=dropout) for dropout in (0.1, 0.0))]))
+    generation = [
+        *(Generate(size=size, batch=batch, new=96, max_len=512) for size in ("M", "L") for batch in (1, 8, 32)),
+        *(Generate(size="124M", batch=batch, prompt=512, new=64, max_len=1024) for batch in (1, 8)),
+        Generate(size="124M", batch=1, prompt=1000, new=1, max_len=1024),
+        Beam(size="M"),
+    ]
+    large = [Forward(size="124M"), *(Train(size="124M", dropout=dropout) for dropout in (0.1, 0.0))]
+    return list(dict.fromkeys([*_standard(), *attention, *generation, *large]))
 
 
 def select(level: str, pattern: str | None) -> list[Case]:

@@ -20,7 +20,7 @@ def bench(level: str, pattern: str | None, out: Path, resume: bool) -> None:
         for line in report.headline(document):
             console.print(line, soft_wrap=True)
         console.print(report.table(document))
-        console.print(f"{out}: results.json, results.md")
+        console.print(f"{out}: results.html, results.md, results.json")
     failed = [row["name"] for row in document["rows"] if row["error"]]
     if failed:
         raise RunError(f"{len(failed)} of {len(selected)} cases have no ratio: {', '.join(failed)}")

@@ -60,6 +60,11 @@ def tokens(vocab_size: int, batch: int, length: int, number: int = 0) -> tuple[n
     return rows[:, :-1].copy(), rows[:, 1:].copy()
 
 
+def prompts(vocab_size: int, batch: int, length: int) -> np.ndarray:
+    """(B, T) int32."""
+    return tokens(vocab_size, batch, length, 50)[0]
+
+
 COUNTED_TOKENS = 256
 """Tokens whose loss counts in the batch that is compared: the float64 truth is computed for their rows alone."""
 

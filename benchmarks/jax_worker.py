@@ -3,8 +3,13 @@
 Everything is jitted once outside the loop; the training state is donated; the model, its step and attention are `flax_gpt`'s own.
 """
 
+import atexit
+import itertools
 import os
+import shutil
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,16 +19,20 @@ import optax
 from flax import nnx
 
 from benchmarks import inputs, worker
-from benchmarks.cases import OPTIMIZER, SIZES, Attention, Copy, Forward, Matmul, Piece, Train
+from benchmarks.cases import OPTIMIZER, SIZES, Attention, Beam, Checkpoint, Copy, Data, Forward, Generate, Matmul, Piece, Start, Train
 from benchmarks.worker import Program
 from flax_gpt.config import GPTConfig
+from flax_gpt.generation import sampling
+from flax_gpt.generation.beam import beam_search
 from flax_gpt.kernels import attend, explain
 from flax_gpt.models.gpt import MiniGPT
 from flax_gpt.nn.dropout import Draw, dropout
-from flax_gpt.training.data import Batch
+from flax_gpt.training import checkpoint as checkpoints
+from flax_gpt.training.data import Batch, Windows
+from flax_gpt.training.loop import use_compilation_cache
 from flax_gpt.training.loss import cross_entropy
-from flax_gpt.training.optimizer import make_optimizer
-from flax_gpt.training.state import make_step, new_state, split_model
+from flax_gpt.training.optimizer import leaf_name, make_optimizer
+from flax_gpt.training.state import make_step, new_state, split_model, to_arrays
 from flax_gpt.weights import tree
 
 
@@ -188,7 +197,94 @@ def one_batch(case: Train, number: int, rows: int | None = None) -> Batch:
     return jax.device_put(Batch(tokens, targets, weights))
 
 
-SIDE = worker.Side("jax", dict(matmul=matmul, copy=copy, attention=attention, piece=piece, forward=forward, train=train), setup, device_peak)
+def generate(case: Generate, variant: str) -> Program:
+    made = model(case.config)
+    prompts = inputs.prompts(case.config.vocab_size, case.batch, case.prompt)
+    run = lambda: sampling.generate(made, prompts, case.new, temperature=0.0)
+    return Program(run, lambda: {"tokens": run()})
+
+
+def beam(case: Beam, variant: str) -> Program:
+    made = model(case.config)
+    prompts = inputs.prompts(case.config.vocab_size, case.batch, case.prompt)
+    run = lambda: beam_search(made, prompts, case.new, beams=case.beams)
+
+    def outputs() -> dict[str, np.ndarray]:
+        found = run()
+        return {"tokens": found.tokens[:, 0], "log_probs": found.log_probs[:, 0]}
+
+    return Program(run, outputs)
+
+
+_filled: list[str] = []
+
+
+def start(case: Start, variant: str) -> Program:
+    """A new interpreter that runs `first_step`; 'warm' finds the compilation cache that 'cold' has left."""
+    if variant == "cold" or not _filled:
+        _filled.append(tempfile.mkdtemp(prefix="flax-gpt-bench-"))
+    losses = {}
+
+    def run() -> None:
+        if variant == "cold":
+            shutil.rmtree(_filled[-1], ignore_errors=True)
+        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": _filled[-1]}
+        losses["losses"] = worker.first_step("benchmarks.jax_worker", case, variant, environment)
+
+    if variant == "warm":
+        atexit.register(shutil.rmtree, _filled[-1], ignore_errors=True)
+    return Program(run, lambda: losses or (run(), losses)[1], once=True)
+
+
+def first_step(case: Start, variant: str) -> float:
+    """One training step of a new process, as `flax-gpt train` begins."""
+    use_compilation_cache()
+    program = train(Train(size=case.size, dropout=0.0), "jit")
+    return float(program.run())
+
+
+def checkpoint(case: Checkpoint, variant: str) -> Program:
+    made = model(SIZES[case.size].config)
+    _, params, rest = split_model(made)
+    arrays = to_arrays(new_state(params, rest, make_optimizer(OPTIMIZER, 1)))
+    folder = tempfile.TemporaryDirectory(prefix="flax-gpt-bench-")
+    place = Path(folder.name)
+    save = lambda: checkpoints.save(place, 0, arrays, {})
+    load = lambda: checkpoints.restore(checkpoints.verify(place / "checkpoints" / "0"), arrays)
+
+    def outputs() -> dict[str, np.ndarray]:
+        save()
+        found = load()
+        names = {leaf_name(("params", *path)): file for path, (file, _) in tree.leaf_names(made).items()}
+        transposed = {file for file, turned in tree.leaf_names(made).values() if turned}
+        kept = {names[name]: array for name, array in found.items() if name in names}
+        return {file: inputs.thin(array.T if file in transposed else array) for file, array in kept.items()}
+
+    save()
+    return Program(load if case.load else save, outputs, wait, keep=folder)
+
+
+def data(case: Data, variant: str) -> Program:
+    size = SIZES[case.size]
+    windows = Windows(np.arange(case.tokens, dtype=np.int32), window=size.length, batch_size=size.batch, seed=0)
+    steps = itertools.count()
+    return Program(lambda: windows[next(steps)], lambda: worker.epoch(windows[step][:2] for step in range(windows.steps_per_epoch)))
+
+
+BUILDERS: dict[str, worker.Builder] = {
+    "matmul": matmul,
+    "copy": copy,
+    "attention": attention,
+    "piece": piece,
+    "forward": forward,
+    "train": train,
+    "generate": generate,
+    "beam": beam,
+    "start": start,
+    "checkpoint": checkpoint,
+    "data": data,
+}
+SIDE = worker.Side("jax", BUILDERS, setup, device_peak, first_step)
 
 if __name__ == "__main__":
     worker.main(SIDE, sys.argv[1:])

@@ -1,19 +1,25 @@
-"""What a run is shown as: a Markdown table, and a table on the terminal."""
+"""What a run is shown as: a Markdown table, pictures, one HTML page that holds both, and a table on the terminal."""
 
+import base64
+import html
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks import results, worker
+from benchmarks import charts, results, worker
+
+TITLE = "JAX against torch"
+MEANING = "A ratio above 1 means that JAX is faster than the faster of torch's variants."
 
 
 def write(folder: Path) -> dict[str, Any]:
-    """results.json and results.md of what the folder holds."""
+    """results.json, results.md, the pictures and results.html of what the folder holds."""
     document = results.collect(folder)
     worker.write_json(folder / "results.json", document)
     (folder / "results.md").write_text(markdown(document), encoding="utf-8")
+    (folder / "results.html").write_text(page(document, charts.draw(document, folder)), encoding="utf-8")
     return document
 
 
@@ -63,11 +69,42 @@ def headline(document: Mapping[str, Any]) -> list[str]:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    lines = ["# JAX against torch", "", *(f"- {line}" for line in headline(document)), ""]
-    lines += ["A ratio above 1 means that JAX is faster than the faster of torch's variants.", ""]
+    lines = [f"# {TITLE}", "", *(f"- {line}" for line in headline(document)), ""]
+    lines += [MEANING, ""]
     lines += [f"| {' | '.join(HEADER)} |", "|" + "---|" * len(HEADER)]
     lines += [f"| {' | '.join(cell.replace('|', '/') for cell in cells(row))} |" for row in document["rows"]]
     return "\n".join(lines) + "\n"
+
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; color: #222; background: #fff }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
+td, th { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right }
+td:first-child, th:first-child, td.error { text-align: left }
+td.error { color: #a00 } img { max-width: 100%; margin: 1rem 0 }
+"""
+
+
+def page(document: Mapping[str, Any], pictures: list[Path]) -> str:
+    """One file without references to others."""
+    rows = []
+    for row in document["rows"]:
+        shown = [html.escape(cell) for cell in cells(row)]
+        if row["error"]:
+            rows.append(f'<tr><td>{shown[0]}</td><td class="error" colspan="{len(HEADER) - 1}">{html.escape(row["error"])}</td></tr>')
+        else:
+            rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in shown)}</tr>")
+    images = [f'<img alt="{path.stem}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">' for path in pictures]
+    return "\n".join(
+        [
+            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{TITLE}</title><style>{STYLE}</style>',
+            f"<h1>{TITLE}</h1><ul>{''.join(f'<li>{html.escape(line)}</li>' for line in headline(document))}</ul><p>{MEANING}</p>",
+            *images,
+            f"<table><tr>{''.join(f'<th>{name}</th>' for name in HEADER)}</tr>",
+            *rows,
+            "</table></html>\n",
+        ]
+    )
 
 
 def table(document: Mapping[str, Any]) -> Table:

@@ -90,14 +90,14 @@ def _lock(out: Path) -> Iterator[None]:
 
 
 def child_environment(out: Path) -> dict[str, str]:
-    """That of the workers: no memory taken ahead, and compilation caches of this run alone, none for JAX."""
-    environment = os.environ | {
+    """That of the workers: no memory taken ahead; each side's first pass fills a compilation cache of this run, which the others find."""
+    cache = (out / "cache").absolute()
+    return os.environ | {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "TORCHINDUCTOR_CACHE_DIR": str((out / "cache").absolute()),
-        "PYTHONUNBUFFERED": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "torch"),
+        "JAX_COMPILATION_CACHE_DIR": str(cache / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    return environment
 
 
 def _work(out: Path, selected: list[Case], settings: Settings, number: int, side: str, environment: dict[str, str], display: "Display") -> None:
@@ -182,8 +182,9 @@ def _lines(process: subprocess.Popen[str], limit: float) -> Iterator[str | None]
 
     def read() -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            found.put(line)
+        with process.stdout:
+            for line in process.stdout:
+                found.put(line)
         found.put(None)
 
     threading.Thread(target=read, daemon=True).start()

@@ -7,6 +7,7 @@ samples after a warm-up. A sample during which other processes held more than a 
 import ctypes
 import gc
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -44,15 +45,23 @@ def disturbed(machine: float | None, own: float, wall: float, cpus: int) -> bool
     return machine is not None and machine - own > OTHERS * wall * cpus + 0.01
 
 
-def sample(run: Callable[[], Any], wait: Callable[[Any], None], *, seconds: float, chained: bool) -> dict[str, Any]:
-    """Times `run` for about `seconds`: {samples_ms, cpu_ms, rejected, repeats}; times are a run's.
+def own_seconds() -> float:
+    """Processor time of this process and of the children that it has waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def sample(run: Callable[[], Any], wait: Callable[[Any], None], *, seconds: float, chained: bool = False, once: bool = False) -> dict[str, Any]:
+    """Times `run`, which has run before, for about `seconds`: {samples_ms, cpu_ms, rejected, repeats}; times are a run's.
 
     `wait` blocks on what `run` returned: after each run, or, when each run needs the one before it (`chained`), after the last of a sample.
+    `once`: a single run without a warm-up, again only when it is rejected.
     """
-    wait(run())
-    start = time.perf_counter()
-    wait(run())
-    repeats = max(1, int(SAMPLE_SECONDS / max(time.perf_counter() - start, 1e-9)))
+    repeats, least = 1, 1 if once else MIN_SAMPLES
+    if not once:
+        start = time.perf_counter()
+        wait(run())
+        repeats = max(1, int(SAMPLE_SECONDS / max(time.perf_counter() - start, 1e-9)))
     kept: list[float] = []
     cpu: list[float] = []
     rejected = 0
@@ -63,15 +72,16 @@ def sample(run: Callable[[], Any], wait: Callable[[Any], None], *, seconds: floa
         began = time.perf_counter()
         while True:
             spent = time.perf_counter() - began
-            if len(cpu) >= MIN_SAMPLES and spent >= seconds and (len(kept) >= MIN_SAMPLES or spent >= PATIENCE * seconds):
+            enough, patient = len(kept) >= least, spent < PATIENCE * seconds
+            if len(cpu) >= least and (spent >= seconds or once) and (enough or not patient):
                 break
-            machine, own, wall = machine_seconds(), time.process_time(), time.perf_counter()
+            machine, own, wall = machine_seconds(), own_seconds(), time.perf_counter()
             for _ in range(repeats):
                 result = run()
                 if not chained:
                     wait(result)
             wait(result)
-            wall, own = time.perf_counter() - wall, time.process_time() - own
+            wall, own = time.perf_counter() - wall, own_seconds() - own
             total = None if machine is None else (machine_seconds() or 0.0) - machine
             cpu.append(own / repeats * 1e3)
             if disturbed(total, own, wall, os.cpu_count() or 1):
@@ -87,7 +97,7 @@ def sample(run: Callable[[], Any], wait: Callable[[Any], None], *, seconds: floa
 # Memory and energy
 
 
-def resident(field: str = "VmRSS") -> int | None:
+def resident_bytes(field: str = "VmRSS") -> int | None:
     """Bytes of this process that lie in memory; VmHWM: the most since `forget_peak`. None where the system does not say."""
     try:
         with open("/proc/self/status", encoding="ascii") as file:

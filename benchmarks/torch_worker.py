@@ -3,18 +3,22 @@
 Eager and torch.compile, SDPA, AdamW in its fused in-place form, gradients set to None, inference_mode where nothing is trained.
 """
 
+import itertools
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 
 from benchmarks import inputs, worker
-from benchmarks.cases import OPTIMIZER, SIZES, Attention, Copy, Forward, Matmul, Piece, Train
+from benchmarks.cases import OPTIMIZER, SIZES, Attention, Beam, Checkpoint, Copy, Data, Forward, Generate, Matmul, Piece, Start, Train
 from benchmarks.torch_fast import FastGPT
 from benchmarks.worker import Program
 from flax_gpt.config import GPTConfig
@@ -203,7 +207,143 @@ def one_batch(case: Train, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tensor(tokens), tensor(targets).long()
 
 
-SIDE = worker.Side("torch", dict(matmul=matmul, copy=copy, attention=attention, piece=piece, forward=forward, train=train), setup, device_peak)
+def generate(case: Generate, variant: str) -> Program:
+    """Eager steps look at the filled part of the cache; compiled ones, whose shapes must not change, at all of it behind a mask."""
+    made = model(case.config).eval()
+    prompts = tensor(inputs.prompts(case.config.vocab_size, case.batch, case.prompt)).long()
+    cache = made.cache(case.batch, case.max_len)
+    places = torch.arange(case.max_len, device=DEVICE)
+
+    def masked(tokens: torch.Tensor, cache: Any, position: torch.Tensor) -> torch.Tensor:
+        return made.step(tokens, cache, position, (places <= position)[None, None, None])
+
+    step = made.step if variant == "eager" else compiled(masked, variant)
+    positions = range(case.max_len) if variant == "eager" else places.split(1)
+    whole = torch.compile(made, fullgraph=True, dynamic=True) if variant == "compile" else made
+
+    def cached() -> torch.Tensor:
+        found = [prompts, made.prefill(prompts, cache).argmax(-1, keepdim=True)]
+        for position in positions[case.prompt : case.prompt + case.new - 1]:
+            found.append(step(found[-1], cache, position).argmax(-1, keepdim=True))
+        return torch.cat(found, dim=1)
+
+    def recomputed() -> torch.Tensor:
+        found = prompts
+        for _ in range(case.new):
+            found = torch.cat([found, whole(found)[:, -1].argmax(-1, keepdim=True)], dim=1)
+        return found
+
+    # A compiled program cannot be entered with tensors of inference mode that it shall change.
+    mode = torch.inference_mode if variant == "eager" else torch.no_grad
+    run = mode()(recomputed if case.recompute else cached)
+    return Program(run, lambda: {"tokens": run().cpu().numpy()}, wait)
+
+
+def beam(case: Beam, variant: str) -> Program:
+    made = model(case.config).eval()
+    B, K, V = case.batch, case.beams, case.config.vocab_size
+    prompts = tensor(inputs.prompts(V, B, case.prompt)).long()
+    rows = torch.arange(B, device=DEVICE)[:, None]
+
+    @torch.inference_mode()
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        cache = made.cache(B, case.max_len)
+        log_probs, tokens = torch.log_softmax(made.prefill(prompts, cache), dim=-1).topk(K)
+        cache = [(k.repeat_interleave(K, 0), v.repeat_interleave(K, 0)) for k, v in cache]
+        found = tokens[..., None]
+        for position in range(case.prompt, case.prompt + case.new - 1):
+            logits = made.step(found[..., -1].reshape(B * K, 1), cache, position)
+            total = log_probs[..., None] + torch.log_softmax(logits, dim=-1).reshape(B, K, V)
+            log_probs, index = total.flatten(1).topk(K)
+            parent = index // V
+            found = torch.cat([found[rows, parent], (index % V)[..., None]], dim=-1)
+            flat = (rows * K + parent).flatten()
+            cache = [(k.index_select(0, flat), v.index_select(0, flat)) for k, v in cache]
+        return found[:, 0], log_probs[:, 0]
+
+    return Program(run, lambda: {name: x.cpu().numpy() for name, x in zip(("tokens", "log_probs"), run(), strict=True)}, wait)
+
+
+def start(case: Start, variant: str) -> Program:
+    """A new interpreter that runs `first_step`."""
+    losses = {}
+
+    def run() -> None:
+        losses["losses"] = worker.first_step("benchmarks.torch_worker", case, variant, os.environ)
+
+    return Program(run, lambda: losses or (run(), losses)[1], once=True)
+
+
+def first_step(case: Start, variant: str) -> float:
+    return float(train(Train(size=case.size, dropout=0.0), variant).run())
+
+
+def checkpoint(case: Checkpoint, variant: str) -> Program:
+    made = model(SIZES[case.size].config)
+    optimizer = optimizer_of(made)
+    for parameter in made.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    made.load(inputs.weights(made.config))
+    folder = tempfile.TemporaryDirectory(prefix="flax-gpt-bench-")
+    path = Path(folder.name) / "state"
+
+    def flat() -> dict[str, torch.Tensor]:
+        moments = {f"{n}.{key}": x for n, state in optimizer.state_dict()["state"].items() for key, x in state.items()}
+        return {name: x.contiguous() for name, x in (dict(made.state_dict()) | moments).items()}
+
+    def save() -> None:
+        temporary = path.with_suffix(".tmp")
+        if variant == "safetensors":
+            safetensors.torch.save_file(flat(), temporary)
+        else:
+            torch.save({"model": made.state_dict(), "optimizer": optimizer.state_dict()}, temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    def load() -> Any:
+        return safetensors.torch.load_file(path) if variant == "safetensors" else torch.load(path, weights_only=True)
+
+    def outputs() -> dict[str, np.ndarray]:
+        save()
+        found = load()
+        found = found if variant == "safetensors" else found["model"]
+        named = {name: found[name] for name, _ in made.named_parameters()}
+        return {file: inputs.thin(array) for file, array in made.named(named).items()}
+
+    save()
+    return Program(load if case.load else save, outputs, wait, keep=folder)
+
+
+def data(case: Data, variant: str) -> Program:
+    size = SIZES[case.size]
+    windows = torch.arange(case.tokens, dtype=torch.int32).unfold(0, size.length + 1, 1)
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
+    steps = -(-len(windows) // size.batch)
+    counter = itertools.count()
+
+    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = windows[order[step * size.batch : (step + 1) * size.batch]].long()
+        return rows[:, :-1], rows[:, 1:]
+
+    return Program(lambda: batch(next(counter) % steps), lambda: worker.epoch(batch(step) for step in range(steps)))
+
+
+BUILDERS: dict[str, worker.Builder] = {
+    "matmul": matmul,
+    "copy": copy,
+    "attention": attention,
+    "piece": piece,
+    "forward": forward,
+    "train": train,
+    "generate": generate,
+    "beam": beam,
+    "start": start,
+    "checkpoint": checkpoint,
+    "data": data,
+}
+SIDE = worker.Side("torch", BUILDERS, setup, device_peak, first_step)
 
 if __name__ == "__main__":
     worker.main(SIDE, sys.argv[1:])

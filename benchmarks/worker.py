@@ -7,10 +7,11 @@ import dataclasses
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ class Program:
     """Blocks until the result is there."""
     chained: bool = False
     """Whether each run needs the one before it, so that a sample waits for its last alone."""
+    once: bool = False
+    """Whether a run is too long to be repeated within a process."""
+    keep: Any = None
+    """What must live as long as the program does."""
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Which kernel ran, and the like."""
 
@@ -52,6 +57,8 @@ class Side:
     """Sets threads and precision, and says what holds for the whole process."""
     device_peak: Callable[[], int | None]
     """Most bytes in use on an accelerator so far; None on the processor."""
+    first_step: Callable[[Any, str], float]
+    """The loss of one training step, for a process that does nothing else."""
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -65,7 +72,8 @@ def measure(side: Side, case: Case, variant: str, seconds: float, outputs: Path 
     """Builds, runs once, writes what is compared when a file for it is given, and times."""
     program = side.builders[case.kind](case, variant)
     start = time.perf_counter()
-    program.wait(program.run())
+    if not program.once:
+        program.wait(program.run())
     first = time.perf_counter() - start
     if outputs is not None:
         outputs.parent.mkdir(parents=True, exist_ok=True)
@@ -74,16 +82,23 @@ def measure(side: Side, case: Case, variant: str, seconds: float, outputs: Path 
             np.savez(file, **dict[str, Any](program.outputs()))
         os.replace(temporary, outputs)
     timing.forget_peak()
-    resident, energy, began = timing.resident(), timing.joules(), time.perf_counter()
-    found = timing.sample(program.run, program.wait, seconds=seconds, chained=program.chained)
-    spent, after, peak, device = time.perf_counter() - began, timing.joules(), timing.resident("VmHWM"), side.device_peak()
+    resident, energy, began = timing.resident_bytes(), timing.joules(), time.perf_counter()
+    found = timing.sample(program.run, program.wait, seconds=seconds, chained=program.chained, once=program.once)
+    spent, after, peak, device = time.perf_counter() - began, timing.joules(), timing.resident_bytes("VmHWM"), side.device_peak()
     host = None if resident is None or peak is None else max(0, peak - resident)
     watts = None if energy is None or after is None else (after - energy) / spent
     return found | {"first_s": first, "peak_bytes": host if device is None else device, "watts": watts, "facts": program.facts}
 
 
 def main(side: Side, arguments: list[str]) -> None:
-    """SIDE_worker FOLDER PASS: goes through the cases of the plan that this pass has not done yet, saying which on standard output."""
+    """SIDE_worker FOLDER PASS: goes through the cases of the plan that this pass has not done yet, saying which on standard output.
+
+    SIDE_worker first-step SIZE VARIANT: see `first_step`.
+    """
+    if arguments[0] == "first-step":
+        side.setup(len(os.sched_getaffinity(0)))
+        print(side.first_step(cases.Start(size=arguments[1]), arguments[2]))
+        return
     folder, number = Path(arguments[0]), int(arguments[1])
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     place = folder / "passes" / f"{number}-{side.name}"
@@ -101,6 +116,8 @@ def main(side: Side, arguments: list[str]) -> None:
         print(f"start {case.name}", flush=True)
         found = {}
         for variant in variants(case, side.name, plan["settings"]["level"]):
+            if number > 0 and beaten(folder / "passes" / f"0-{side.name}" / path.name, variant):
+                continue
             outputs = folder / "outputs" / side.name / case.name / f"{variant}.npz" if number == 0 else None
             try:
                 found[variant] = measure(side, case, variant, plan["settings"]["seconds"], outputs)
@@ -111,10 +128,42 @@ def main(side: Side, arguments: list[str]) -> None:
         print(f"done {case.name}", flush=True)
 
 
+def first_step(module: str, case: Any, variant: str, environment: Mapping[str, str]) -> np.ndarray:
+    """The loss (1,) of the first training step of a new interpreter."""
+    command = [sys.executable, "-m", module, "first-step", case.size, variant]
+    done = subprocess.run(command, env=dict(environment), capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"ended with status {done.returncode}")
+    return np.array([float(done.stdout.split()[-1])])
+
+
+def epoch(batches: Iterable[tuple[Any, Any]]) -> dict[str, np.ndarray]:
+    """Where the windows of an epoch over the corpus 0, 1, 2, … start, sorted, and whether each holds what follows its start."""
+    starts, whole = [], True
+    for tokens, targets in batches:
+        tokens, targets = np.asarray(tokens), np.asarray(targets)
+        real = targets[:, -1] > 0  # the last batch may be filled up with rows of zeros
+        tokens, targets = tokens[real], targets[real]
+        whole &= bool((tokens == tokens[:, :1] + np.arange(tokens.shape[1])).all() and (targets == tokens + 1).all())
+        starts.append(tokens[:, 0])
+    return {"starts": np.sort(np.concatenate(starts)), "whole": np.array([whole])}
+
+
 def variants(case: Case, side: str, level: str) -> tuple[str, ...]:
     """How a side runs a case at this level."""
     chosen = case.variants[side]
     return (*chosen, "max-autotune") if level == "full" and "compile" in chosen else chosen
+
+
+BEATEN = 1.5
+"""How many times as long as another variant one must take in the first pass to be timed no further."""
+
+
+def beaten(first: Path, variant: str) -> bool:
+    """Whether the file of the first pass says that another variant of the same side is far faster."""
+    found = json.loads(first.read_text(encoding="utf-8")) if first.exists() else {}
+    times = {name: timing.median(one["samples_ms"]) for name, one in found.items() if one.get("samples_ms")}
+    return variant in times and (times[variant] or 0) > BEATEN * min(filter(None, times.values()))
 
 
 def dropped(folder: Path, case: Case) -> bool:

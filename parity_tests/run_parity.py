@@ -103,12 +103,13 @@ def _greedy(trained: Run, theirs: torch.nn.Module, prompt: np.ndarray, new_token
     note = ""
     if different.size:
         place = int(different[0])
-        tie = _grade_of_the_gap(theirs, ours[:place][-trained.config.max_len :], int(ours[place]), int(other[place]))
+        tie = grade_of_the_gap(theirs, ours[:place][-trained.config.max_len :], int(ours[place]), int(other[place]))
         note = "" if tie <= tolerances.reference_limit() else f"token {place}: flax {ours[place]}, torch {other[place]}"
     return Row(f"greedy tokens ({new_tokens})", "exact", {}, {}, {}, 0.0, note=note, kind="tokens")
 
 
-def _grade_of_the_gap(theirs: torch.nn.Module, text: np.ndarray, one: int, other: int) -> float:
+def grade_of_the_gap(theirs: torch.nn.Module, text: np.ndarray, one: int, other: int) -> float:
+    """How far apart the logits of two tokens after `text` (T,) are, in units of what rounding explains: a small grade is a tie."""
     wide = oracle.in_float64(theirs)
 
     def gap() -> dict[str, np.ndarray]:
