@@ -4,7 +4,10 @@
 Exit status: 0 done, 1 the check or the run failed, 2 bad usage or bad input, 130 interrupted, 141 the reader of the output went away.
 """
 
+import glob
 import importlib
+import importlib.metadata
+import importlib.util
 import io
 import os
 import sys
@@ -344,6 +347,7 @@ def main(arguments: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal without the characters gets escapes, not a traceback
+    spare_the_search_for_a_tpu()
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
         call(arguments)
@@ -361,6 +365,23 @@ def main(arguments: list[str] | None = None) -> int:
         return refuse(f"{error.filename}: {error.strerror}" if error.filename else error, 2 if bad_path else 1)
     except RunError as error:
         return refuse(error, 1)
+    except MemoryError as error:
+        return refuse(f"out of memory: {error}", 1)
+    except RuntimeError as error:  # jax's own kind, which must not be imported for this
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return refuse(f"out of memory: {str(error).splitlines()[0]}", 1)
+
+
+def spare_the_search_for_a_tpu() -> None:
+    """Says that there is the processor alone where libtpu is installed, as the suite's compiler, and neither a TPU nor another accelerator's plugin.
+
+    libtpu would ask the network for a TPU and report at length that it found none. JAX_PLATFORMS, when set, comes first.
+    """
+    devices = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*")
+    plugins = importlib.metadata.entry_points(group="jax_plugins") or importlib.util.find_spec("jax_plugins")
+    if not (os.environ.get("JAX_PLATFORMS") or devices or plugins) and importlib.util.find_spec("libtpu"):
+        os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def refuse(reason: object, status: int) -> int:

@@ -115,8 +115,12 @@ class RopeConfig(_Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.base > 1, "base", self.base, "must be above 1")
+        require(1 < self.base <= 1e15, "base", self.base, "must lie in (1, 1e15]")
         require(self.factor > 0, "factor", self.factor, "must be above 0")
+        # Beyond these, powers and quotients of them leave the range of float64.
+        for name in ("factor", "beta_fast", "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor"):
+            value = getattr(self, name)
+            require(value is None or value <= 0 or 1e-9 <= value <= 1e9, name, value, "must lie in [1e-9, 1e9]")
         require(self.trained_len is None or self.trained_len >= 1, "trained_len", self.trained_len, "must be at least 1")
         require(self.beta_fast > self.beta_slow > 0, "beta_fast", self.beta_fast, f"must be above beta_slow = {self.beta_slow}, both above 0")
         require(self.attention_factor is None or self.attention_factor > 0, "attention_factor", self.attention_factor, "must be above 0")
@@ -183,13 +187,15 @@ class TransformerConfig(_Config):
         require(kv >= 1 and self.num_heads % kv == 0, "num_kv_heads", kv, f"must divide num_heads = {self.num_heads}")
         for name in ("dropout", "attention_dropout"):
             _rate(name, getattr(self, name))
-        require(self.norm_eps > 0, "norm_eps", self.norm_eps, "must be positive")
+        require(self.norm_eps >= 1e-30, "norm_eps", self.norm_eps, "must be at least 1e-30, which float32 still holds")
         for name in ("dtype", "param_dtype"):
             _one_of(name, getattr(self, name), FLOAT_DTYPES)
         if self.positions == "sinusoidal":
             require(self.d_model % 2 == 0, "d_model", self.d_model, "must be even: sinusoidal positions fill pairs of columns")
         if self.positions.startswith("rope"):
             require(self.head_dim % 2 == 0, "d_model", self.d_model, f"must give an even d_model / num_heads, not {self.head_dim}: RoPE turns pairs")
+            wide = self.head_dim > 2 or self.rope.scaling not in ("ntk", "dynamic_ntk")
+            require(wide, "d_model", self.d_model, f"must give a d_model / num_heads above 2: {self.rope.scaling} needs a second pair")
 
     @property
     def kv_heads(self) -> int:
@@ -327,7 +333,7 @@ class OptimizerConfig(_Config):
         require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
         for name in ("beta1", "beta2"):
             _rate(name, getattr(self, name))
-        require(self.eps > 0, "eps", self.eps, "must be positive")
+        require(self.eps >= 1e-30, "eps", self.eps, "must be at least 1e-30, which float32 still holds")
         require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must be at least 0")
         require(self.clip is None or self.clip > 0, "clip", self.clip, "must be positive, or None")
 

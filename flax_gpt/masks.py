@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_gpt.errors import require
+from flax_gpt.errors import describe, require
 
 Array = jax.Array
 
@@ -94,10 +94,22 @@ def visible_counts(mask: Any) -> Array:
     return jnp.sum(mask, axis=-1, dtype=jnp.int32)
 
 
+def host_array(argument: str, values: Any) -> Any:
+    """`values`, as a numpy array unless they are one. Raises InputError for what makes none, such as rows of different lengths."""
+    if hasattr(values, "dtype"):
+        return values
+    try:
+        array = np.asarray(values)
+    except ValueError:  # rows of different lengths
+        array = np.empty(0, object)
+    require(array.dtype.kind in "biufc", argument, describe(values), "must be an array of numbers, its rows of one length")
+    return array
+
+
 def check_lengths(argument: str, lengths: Any, limit: int) -> None:
     """Raises InputError unless `lengths` is (B,) integers within [0, limit]; values that are traced are not looked at."""
-    ndim, dtype = np.ndim(lengths), jnp.result_type(lengths)
-    require(ndim == 1 and jnp.issubdtype(dtype, jnp.integer), argument, f"{dtype}{list(np.shape(lengths))}", "must be integers of shape (B,)")
+    integers = hasattr(lengths, "dtype") and jnp.issubdtype(lengths.dtype, jnp.integer)
+    require(integers and np.ndim(lengths) == 1, argument, describe(lengths), "must be integers of shape (B,)")
     if isinstance(lengths, jax.core.Tracer):
         return
     values = np.asarray(lengths)

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from flax import nnx
 
+import torch_ref.nn.rotary
 from flax_gpt import GPTConfig, MiniGPT, RopeConfig, load_weights, torch_weights
 from flax_gpt.config import EncoderConfig
 from flax_gpt.errors import InputError
@@ -114,6 +116,35 @@ def test_permuted_projections_turn_one_layout_into_the_other() -> None:
 
 def _in(model: MiniGPT, dtype: str) -> nnx.Module:
     return oracle.flax_model(model.config, oracle.flax_weights(model), dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["sinusoidal", "learned", "rope_half", "rope_interleaved"])
+def test_positions_are_equal_in_both_up_to_8191(kind: str) -> None:
+    """One batch in which every position from 0 to 8191 stands once: maps, logits and gradients by name."""
+    config = GPTConfig(5, d_model=8, num_heads=2, num_layers=1, d_ff=4, max_len=8192, positions=kind)
+    rng = np.random.default_rng(0)
+    positions = rng.permutation(8192).reshape(256, 32)
+    ours = oracle.flax_model(config, oracle.torch_weights(oracle.torch_model(config, seed=1)))
+    theirs = oracle.torch_model(config, oracle.flax_weights(ours))
+    report = compare.check(ours, theirs, {"tokens": rng.integers(0, 5, (256, 32)), "targets": rng.integers(0, 5, (256, 32)), "positions": positions})
+    assert report.ok, report.failures()
+
+
+@pytest.mark.parametrize("scaling", STRETCHED)
+def test_rotations_of_every_scaling_are_equal_in_both_up_to_8191(scaling: str) -> None:
+    """The same bits in both, and those of the float64 angles rounded once."""
+    rope = dataclasses.replace(STRETCHED[scaling], trained_len=2048)
+    config = GPTConfig(5, d_model=64, num_heads=2, max_len=8192, positions="rope_half", rope=rope)
+    ours, theirs = rotary.RotaryPositions(config)(8192), torch_ref.nn.rotary.RotaryPositions(config)(8192)
+    exact = rope_tables.tables(config, 8192, 8192)
+    for a, b, truth in zip(ours, theirs, exact, strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a[0], truth.astype(np.float32))
+    places = np.array([[8191, 0, 4097]])
+    for a, b, whole in zip(rotary.RotaryPositions(config)(3, jnp.asarray(places), 8192),
+                           torch_ref.nn.rotary.RotaryPositions(config)(3, torch.from_numpy(places), 8192), ours, strict=True):  # fmt: skip
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a[0], whole[0, places[0]])
 
 
 @pytest.mark.parametrize("scaling", ["dynamic_ntk", "dynamic_linear"])

@@ -4,6 +4,7 @@ import itertools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -207,27 +208,59 @@ def follow(table):
     return log_probs
 
 
-@pytest.mark.parametrize(
-    ("early_stopping", "steps", "best"),
-    [(True, 2, "e"), (False, 3, "aae"), ("never", 12, "aaaaaaaaaaae")],
-)
+TABLE = {"": [0.5, 0.3, 0.1], "a": [0.3, 0.6, 0.001], "aa": [0.9, 0.05, 0.001]}
+TABLE |= {"a" * n: [1e-6, 1 - 1e-4, 1e-6] for n in range(3, 11)} | {"a" * 11: [1 - 1e-4, 1e-6, 1e-6]}
+MEANINGS = [(True, 2, "e"), (False, 3, "aae"), ("never", 12, "aaaaaaaaaaae")]
+
+
+@pytest.mark.parametrize(("early_stopping", "steps", "best"), MEANINGS)
 def test_early_stopping_has_its_three_published_meanings(early_stopping, steps, best):
     """Two beams, scores log P / length.
 
     After two steps e (-0.69) and ae (-1.20) have ended, and aa, ended now, would score ln(0.18) / 2 = -0.86: False goes on. After three aae (-0.61)
     has ended, and aaa would score ln(0.009) / 3 = -1.57: False stops; over 12 tokens it could reach -0.39: "never" goes on, and rightly.
     """
-    table = {"": [0.5, 0.3, 0.1], "a": [0.3, 0.6, 0.001], "aa": [0.9, 0.05, 0.001]}
-    table |= {"a" * n: [1e-6, 1 - 1e-4, 1e-6] for n in range(3, 11)} | {"a" * 11: [1 - 1e-4, 1e-6, 1e-6]}
     seen = []
 
     def watched(hypotheses):
         seen.append(len(hypotheses[0]))
-        return follow(table)(hypotheses)
+        return follow(TABLE)(hypotheses)
 
     found = torch_ref.generation.beam._search(watched, [9], 12, BeamConfig(2, 1, 1.0, early_stopping), 0)
     assert "".join("eab"[t] for t in found[0].tokens[1:]) == best
     assert seen[-1] == steps
+
+
+class TableModel(nnx.Module):
+    """A language model that is a table: log probabilities (L, V, V) of the next token by position and last token."""
+
+    def __init__(self, log_probs):
+        self.config = GPTConfig(log_probs.shape[1], d_model=2, num_heads=1, num_layers=1, max_len=len(log_probs))
+        self.table = nnx.Param(jnp.asarray(log_probs, jnp.float32))
+
+    def __call__(self, tokens, *, span=None):
+        return self.table[...][jnp.arange(tokens.shape[1]), tokens], None
+
+    def step(self, tokens, cache):
+        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+        return self.table[...][positions, tokens], cache._replace(lengths=cache.lengths + tokens.shape[1])
+
+
+@pytest.mark.parametrize(("early_stopping", "steps", "best"), MEANINGS)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_the_compiled_search_stops_where_the_plain_one_does(early_stopping, steps, best, use_cache, monkeypatch):
+    """The same table as above, by position and last token: what begins otherwise leads nowhere."""
+    dead = np.concatenate([np.full(3, 0.001), np.full(97, 0.997 / 97)])
+    probabilities = np.tile(dead, (13, 100, 1))
+    for prefix, row in TABLE.items():
+        last = 1 if prefix else 9
+        probabilities[len(prefix), last] = [*row, *[(1 - sum(row)) / 97] * 97]
+    states, search = [], beam._search
+    monkeypatch.setattr(beam, "_search", lambda *arguments, **options: states.append(search(*arguments, **options)) or states[-1])
+    options = dict(beams=2, early_stopping=early_stopping, eos=0, use_cache=use_cache)
+    found = beam_search(TableModel(np.log(probabilities)), [[9]], 12, **options)
+    assert "".join("eab"[t] for t in found.tokens[0, 0, : found.lengths[0, 0]]) == best
+    assert int(states[0].made) == steps
 
 
 def test_a_longer_search_never_finds_less(models):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flax_gpt.errors import require
+from flax_gpt.errors import InputError, describe, require
 
 
 def _positions(T: int, S: int | None, offset: Any) -> tuple[Tensor, Tensor]:
@@ -91,9 +91,17 @@ def visible_counts(mask: Any) -> Tensor:
     return torch.as_tensor(mask).sum(dim=-1)
 
 
+def as_tensor(argument: str, values: Any) -> Tensor:
+    """`values` as a tensor. Raises InputError for what makes none, such as rows of different lengths."""
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(argument, describe(values), "must be an array of numbers, its rows of one length") from None
+
+
 def check_lengths(argument: str, lengths: Tensor, limit: int) -> None:
     """Raises InputError unless `lengths` is (B,) integers within [0, limit]."""
-    integers = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
-    require(lengths.ndim == 1 and integers, argument, f"{lengths.dtype}{list(lengths.shape)}", "must be integers of shape (B,)")
+    integers = isinstance(lengths, Tensor) and not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
+    require(integers and lengths.ndim == 1, argument, describe(lengths), "must be integers of shape (B,)")
     inside = bool(((lengths >= 0) & (lengths <= limit)).all())
     require(inside, argument, lengths.tolist(), f"must lie in [0, {limit}]")

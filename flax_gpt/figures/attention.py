@@ -11,9 +11,8 @@ from flax import nnx
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from flax_gpt.errors import require
+from flax_gpt.errors import is_integer, require
 from flax_gpt.figures import style
-from flax_gpt.generation.prompts import is_integer
 from flax_gpt.models.encoder_decoder import EncoderDecoder
 
 MARGIN = 1.0

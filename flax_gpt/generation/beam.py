@@ -18,9 +18,9 @@ from flax import nnx
 from jax import Array
 
 from flax_gpt.config import BeamConfig, EncoderDecoderConfig
-from flax_gpt.errors import RunError, require
+from flax_gpt.errors import RunError, is_integer, require
 from flax_gpt.generation.cache import KVCache, init_cache
-from flax_gpt.generation.prompts import bucket, is_integer, read_prompts
+from flax_gpt.generation.prompts import bucket, check_model, read_prompts
 
 
 class Hypotheses(NamedTuple):
@@ -108,6 +108,7 @@ def beam_search(
       InputError: an argument that does not fit, named with its value and its limit.
       RunError: the logits are NaN or infinite, or no_repeat_ngram bans every continuation of a row.
     """
+    check_model(model, translates=True)
     config, translates = model.config, isinstance(model.config, EncoderDecoderConfig)
     asked = BeamConfig(beams, n_best, length_exponent, early_stopping, no_repeat_ngram)
     # What is traced, or used on the host alone, takes no part in what is compiled.

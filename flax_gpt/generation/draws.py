@@ -10,8 +10,7 @@ from jax import Array
 
 from flax_gpt import random
 from flax_gpt.config import SampleConfig
-from flax_gpt.errors import InputError, require
-from flax_gpt.generation.prompts import is_integer
+from flax_gpt.errors import InputError, is_integer, require
 
 Method = Literal["greedy", "plain", "filtered"]
 

@@ -1,22 +1,23 @@
 """What generation accepts, and the sizes to which it pads."""
 
-import numbers
 from typing import Any
 
 import numpy as np
 
-from flax_gpt.errors import require
+from flax_gpt.config import EncoderConfig, EncoderDecoderConfig
+from flax_gpt.errors import is_integer, require
+from flax_gpt.masks import host_array
 
 SMALLEST_BUCKET = 16
 
 
 def read_prompts(tokens: Any, lengths: Any, vocab_size: int) -> list[np.ndarray]:
     """The rows of tokens (B, T), each cut to its length. Raises InputError for what is empty, no integer, or outside the vocabulary."""
-    tokens = np.asarray(tokens)
+    tokens = np.asarray(host_array("tokens", tokens))
     require(tokens.ndim == 2 and min(tokens.shape) >= 1, "tokens", list(tokens.shape), "must have the shape (B, T), both at least 1")
     require(tokens.dtype.kind in "iu", "tokens", str(tokens.dtype), "must be integers")
     B, T = tokens.shape
-    lengths = np.full(B, T) if lengths is None else np.asarray(lengths)
+    lengths = np.full(B, T) if lengths is None else np.asarray(host_array("lengths", lengths))
     require(lengths.shape == (B,), "lengths", list(lengths.shape), f"must have the shape (B,) = ({B},)")
     require(lengths.dtype.kind in "iu", "lengths", str(lengths.dtype), "must be integers")
     wrong = lengths[(lengths < 1) | (lengths > T)]
@@ -26,6 +27,14 @@ def read_prompts(tokens: Any, lengths: Any, vocab_size: int) -> list[np.ndarray]
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     require(wrong.size == 0, "tokens", int(wrong[0]) if wrong.size else None, f"must lie in [0, vocab_size = {vocab_size})")
     return [prompt.astype(np.int32) for prompt in prompts]
+
+
+def check_model(model: Any, *, translates: bool = False) -> None:
+    """Raises InputError for what does not write: a classifier, an encoder-decoder unless the search `translates`, and what is no model."""
+    config = getattr(model, "config", None)
+    kinds = "a GPT or an encoder-decoder" if translates else "a GPT; an encoder-decoder translates by beam_search"
+    wrong = EncoderConfig if translates else EncoderConfig | EncoderDecoderConfig
+    require(config is not None and not isinstance(config, wrong), "model", type(model).__name__, f"must be {kinds}")
 
 
 def check_room(prompts: list[np.ndarray], new: Any, max_len: int, overflow: Any, smallest: int = 0) -> None:
@@ -41,8 +50,3 @@ def bucket(size: int, limit: int | None = None) -> int:
     """The power of two from 16 up that holds `size`, at most `limit`."""
     power = max(SMALLEST_BUCKET, 1 << (int(size) - 1).bit_length())
     return power if limit is None else min(power, limit)
-
-
-def is_integer(value: Any) -> bool:
-    """An integer of Python or numpy; True and False are none."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

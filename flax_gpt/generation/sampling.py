@@ -14,10 +14,10 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from flax_gpt.errors import RunError, require
+from flax_gpt.errors import RunError, is_integer, require
 from flax_gpt.generation.cache import KVCache, init_cache
 from flax_gpt.generation.draws import Method, Rule, draw, read_rule, row_keys
-from flax_gpt.generation.prompts import bucket, check_room, is_integer, read_prompts
+from flax_gpt.generation.prompts import bucket, check_model, check_room, read_prompts
 
 Overflow = Literal["slide", "error"]
 
@@ -75,6 +75,7 @@ def generate(
       InputError: an argument that does not fit, named with its value and its limit.
       RunError: the logits are NaN or infinite.
     """
+    check_model(model)
     config = model.config
     prompts = read_prompts(tokens, lengths, config.vocab_size)
     method, rule = read_rule(temperature, top_k, top_p, eos, key, config.vocab_size)
@@ -110,6 +111,7 @@ def stream(
     A sample's pieces, joined, are the text of its row in `generate` of as many equal rows, up to eos. The other arguments are those of `generate`.
     Raises InputError, at once, as `generate` does, and for an empty prompt or a tokenizer of another vocabulary.
     """
+    check_model(model)
     config = model.config
     require(tokenizer.vocab_size == config.vocab_size, "tokenizer", f"{tokenizer.vocab_size} ids", f"must have vocab_size = {config.vocab_size}")
     for name, value in (("samples", samples), ("every", every)):

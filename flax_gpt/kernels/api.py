@@ -5,7 +5,6 @@ import contextvars
 import dataclasses
 import functools
 import importlib
-import numbers
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from flax_gpt import masks, random
-from flax_gpt.errors import require
+from flax_gpt.errors import describe, is_integer, is_number, require
 from flax_gpt.kernels.case import Case, EmptyRows, Inputs, Shape, Window
 
 FURTHEST = 2**29
@@ -132,6 +131,9 @@ def attend(
     case, inputs = _read(q, k, v, causal, mask, bias, kv_lengths, window, query_offset, scale, dropout_rate, dropout_key, empty_rows,
                          return_weights, return_lse)  # fmt: skip
     name, _ = choose(case, implementation)
+    # jax would compute in float32 and only warn.
+    double: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    require(case.dtype != "float64" or double, "q", describe(q), "is float64, which needs jax.enable_x64(True)")
     out, weights, lse = _run(case, name, q, k, v, inputs)
     results = [out] + [weights] * return_weights + [lse] * return_lse
     return results[0] if len(results) == 1 else tuple(results)
@@ -167,7 +169,7 @@ def choose(case: Case, implementation: str = "auto") -> tuple[str, list[tuple[st
     Raises NotImplementedError when the one asked for by name cannot serve it.
     """
     known = ("auto", *HOMES)
-    require(implementation in known, "implementation", implementation, f"must be one of {', '.join(known)}")
+    require(isinstance(implementation, str) and implementation in known, "implementation", implementation, f"must be one of {', '.join(known)}")
     automatic = implementation == "auto"
     passed: list[tuple[str, str]] = []
     for name in TABLE[case.platform] if automatic else (implementation,):
@@ -196,7 +198,7 @@ def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths:
           dropout_rate: Any, dropout_key: Any, empty_rows: Any, return_weights: Any, return_lse: Any) -> tuple[Case, Inputs]:  # fmt: skip
     """Checks every argument on the host and sorts it into what is static and what is an array."""
     for name, value in (("q", q), ("k", k), ("v", v)):
-        require(getattr(value, "ndim", None) == 4, name, _shape(value), "must have four axes: (B, T, H, Dh) for q, (B, S, K, Dh) for k and v")
+        require(getattr(value, "ndim", None) == 4, name, describe(value), "must have four axes: (B, T, H, Dh) for q, (B, S, K, Dh) for k and v")
         require(str(value.dtype) in DTYPES, name, str(value.dtype), f"must be of dtype {', '.join(DTYPES)}")
         require(min(value.shape) >= 1, name, list(value.shape), "must have no axis of length 0")
         require(value.dtype == q.dtype, name, str(value.dtype), f"must be of q's dtype, {q.dtype}")
@@ -210,23 +212,23 @@ def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths:
         require(isinstance(value, bool | np.bool_), name, value, "must be True or False, known before tracing (static under jit)")
     if window is not None:
         sides = isinstance(window, Sequence) and len(window) == 2
-        require(sides and all(side is None or (_is_integer(side) and 0 <= side < FURTHEST) for side in window), "window", window,
+        require(sides and all(side is None or (is_integer(side) and 0 <= side < FURTHEST) for side in window), "window", window,
                 "must be (left, right), integers in [0, 2**29) or None for an open side, known before tracing")  # fmt: skip
         window = tuple(None if side is None else int(side) for side in window)
-    require(scale is None or (_is_number(scale) and abs(scale) < 1e30), "scale", scale, "must be a number within ±1e30, known before tracing")
-    require(_is_number(dropout_rate) and 0 <= dropout_rate < 1, "dropout_rate", dropout_rate, "must be a number in [0, 1), known before tracing")
-    require(empty_rows in ("zero", "uniform", "nan"), "empty_rows", empty_rows, "must be 'zero', 'uniform' or 'nan'")
+    require(scale is None or (is_number(scale) and abs(scale) < 1e30), "scale", scale, "must be a number within ±1e30, known before tracing")
+    require(is_number(dropout_rate) and 0 <= dropout_rate < 1, "dropout_rate", dropout_rate, "must be a number in [0, 1), known before tracing")
+    require(isinstance(empty_rows, str) and empty_rows in ("zero", "uniform", "nan"), "empty_rows", empty_rows, "must be 'zero', 'uniform' or 'nan'")
 
     if mask is not None:
         boolean = _dtype(mask) == jnp.bool_
-        require(boolean, "mask", _shape(mask), "must be a boolean array, True = may attend; pass an additive mask as bias, a 0/1 mask as mask != 0")
+        require(boolean, "mask", describe(mask), "must be a boolean array, True = may attend; pass an additive mask as bias, a 0/1 mask as mask != 0")
         mask = _four_axes("mask", mask, (B, H, T, S))
     if bias is not None:
         floating = jnp.issubdtype(_dtype(bias), jnp.floating)
-        require(floating, "bias", _shape(bias), "must be a floating array that is added to the scores; pass a boolean one as mask")
+        require(floating, "bias", describe(bias), "must be a floating array that is added to the scores; pass a boolean one as mask")
         bias = _four_axes("bias", bias, (B, H, T, S))
     if kv_lengths is not None:
-        kv_lengths = kv_lengths if hasattr(kv_lengths, "dtype") else np.asarray(kv_lengths)
+        kv_lengths = masks.host_array("kv_lengths", kv_lengths)
         masks.check_lengths("kv_lengths", kv_lengths, S)
         require(np.shape(kv_lengths) == (B,), "kv_lengths", list(np.shape(kv_lengths)), f"must have shape (B,) = ({B},)")
         kv_lengths = jnp.asarray(kv_lengths).astype(int)
@@ -234,13 +236,13 @@ def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths:
     require(query_offset is not None or not needed or T == S, "query_offset", None,
             f"is required with causal or window when T = {T} differs from S = {S}: the position of the first query among the keys")  # fmt: skip
     offset: Any = 0 if query_offset is None else query_offset
-    static = _is_integer(offset)
+    static = is_integer(offset)
     if static:
         require(abs(offset) < FURTHEST, "query_offset", offset, "must lie within ±2**29")
         offset = int(offset)
     else:
         whole = jnp.issubdtype(_dtype(offset), jnp.integer) and np.shape(offset) in ((), (B,))
-        require(whole, "query_offset", _shape(offset), f"must be an integer, or an integer array of shape () or (B,) = ({B},)")
+        require(whole, "query_offset", describe(offset), f"must be an integer, or an integer array of shape () or (B,) = ({B},)")
         if not isinstance(offset, jax.core.Tracer):
             near = np.abs(np.asarray(offset).astype(np.float64)) < FURTHEST
             require(bool(near.all()), "query_offset", np.asarray(offset).tolist(), "must lie within ±2**29")
@@ -269,8 +271,8 @@ def _row_and_head_keys(key: Any, B: int, H: int) -> Array:
     require(key is not None, "dropout_key", None, "is required when dropout_rate is above 0")
     try:
         key = random.as_key(key)
-    except TypeError as error:
-        require(False, "dropout_key", _shape(key), str(error))
+    except (TypeError, ValueError, RuntimeError) as error:  # the last two: rows of different lengths
+        require(False, "dropout_key", describe(key), str(error))
     fits = tuple(key.shape) in ((2,), (B, H, 2))
     require(fits, "dropout_key", list(key.shape), f"must have shape (2,), or (B, H, 2) = {(B, H, 2)} once folded")
     return random.fold_coordinates(key, (B, H)) if key.ndim == 1 else key
@@ -302,17 +304,5 @@ def _platform(q: Any) -> str:
     return {"cpu": "cpu", "tpu": "tpu"}.get(str(name), "gpu")
 
 
-def _is_integer(x: Any) -> bool:
-    return isinstance(x, numbers.Integral) and not isinstance(x, bool | np.bool_)
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, numbers.Real) and not isinstance(x, bool | np.bool_)
-
-
 def _dtype(x: Any) -> Any:
     return getattr(x, "dtype", np.dtype(object))
-
-
-def _shape(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(type(x).__name__)

@@ -7,6 +7,16 @@ import jax
 from flax import nnx
 
 from flax_gpt.config import INIT_STD
+from flax_gpt.errors import require
+
+
+def dtypes_of(config: Any) -> dict[str, Any]:
+    """dtype and param_dtype. Raises InputError for a float64 that jax would cut to float32 and only warn."""
+    double: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    for name in ("dtype", "param_dtype"):
+        known = double or getattr(config, name) != "float64"
+        require(known, name, getattr(config, name), "needs jax.enable_x64(True), or JAX_ENABLE_X64=1 in the environment")
+    return dict(dtype=jax.numpy.dtype(config.dtype), param_dtype=jax.numpy.dtype(config.param_dtype))
 
 
 def linear(config: Any, in_features: int, out_features: int, *, use_bias: bool, rngs: nnx.Rngs, to_residual: bool = False) -> nnx.Linear:
@@ -27,8 +37,7 @@ def linear(config: Any, in_features: int, out_features: int, *, use_bias: bool, 
         use_bias=use_bias,
         kernel_init=kernel_init,
         bias_init=bias_init,
-        dtype=jax.numpy.dtype(config.dtype),
-        param_dtype=jax.numpy.dtype(config.param_dtype),
+        **dtypes_of(config),
         rngs=rngs,
     )
 
@@ -39,8 +48,7 @@ def embedding(config: Any, size: int, *, rngs: nnx.Rngs) -> nnx.Embed:
         size,
         config.d_model,
         embedding_init=jax.nn.initializers.normal(1.0 if config.init == "torch" else INIT_STD),
-        dtype=jax.numpy.dtype(config.dtype),
-        param_dtype=jax.numpy.dtype(config.param_dtype),
+        **dtypes_of(config),
         rngs=rngs,
     )
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
+
+from flax_gpt.nn.linear import dtypes_of
 
 
 def norm(config: Any, *, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
@@ -11,7 +12,7 @@ def norm(config: Any, *, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
 
     'layer_norm': (x - mean) / √(var + eps) · weight + bias (Ba et al. 2016). 'rms_norm': x / √(mean(x²) + eps) · weight (Zhang & Sennrich 2019).
     """
-    dtypes = dict(dtype=jnp.dtype(config.dtype), param_dtype=jnp.dtype(config.param_dtype), rngs=rngs)
+    dtypes = dict(**dtypes_of(config), rngs=rngs)
     if config.norm == "rms_norm":
         return nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, **dtypes)
     # Two passes: E[x²] - E[x]² cancels when the mean is large.

@@ -32,7 +32,8 @@ class RotaryPositions(nnx.Module):
         config = self.config
         dtype = jnp.promote_types(config.dtype, jnp.float32)
         span = span if config.rope.scaling in rope_tables.DYNAMIC else None
-        if isinstance(span, jax.Array):
+        if isinstance(span, jax.Array | np.ndarray):
+            span = jnp.asarray(span)
             where = jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
             return _dynamic(config, where, jnp.broadcast_to(span, (span.size,)), dtype)
         size = length if positions is None else config.max_len

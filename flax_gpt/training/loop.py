@@ -23,12 +23,14 @@ from flax import nnx
 from flax_gpt import __version__
 from flax_gpt.config import TrainConfig, TransformerConfig
 from flax_gpt.errors import InputError, RunError, require
+from flax_gpt.nn.linear import dtypes_of
 from flax_gpt.training import checkpoint
 from flax_gpt.training.data import OnBadFile
+from flax_gpt.training.memory import check_memory
 from flax_gpt.training.optimizer import learning_rate, make_optimizer
 from flax_gpt.training.progress import Display
 from flax_gpt.training.state import TrainState, failed, from_arrays, make_evaluation, make_step, new_model, new_state, split_model, to_arrays
-from flax_gpt.training.tasks import TASKS, LanguageTask, Prepared, Task, mean_totals, task_of
+from flax_gpt.training.tasks import TASKS, LanguageTask, Prepared, Task, mean_totals, task_of, window_of
 
 FORMAT = 1
 DEFAULT_STEPS = 1000
@@ -79,8 +81,9 @@ def train(
     progress: shows a bar, or lines where standard error is no terminal. picture: draws loss.png at the end.
 
     SIGINT and SIGTERM end the run after the present step, saved, with Stopped. Raises InputError for what reading the data refuses, a text shorter
-    than a window, sizes that are not the data's, a folder that holds a run (without resume) or other files or is being written by another process,
-    and a resume with another configuration or text; RunError when the loss or the gradient norm stops being finite, the last good checkpoint kept.
+    than a window, sizes that are not the data's or beyond the device's memory, a folder that holds a run (without resume) or other files or is being
+    written by another process, and a resume with another configuration or text; RunError when the loss or the gradient norm stops being finite, the
+    last good checkpoint kept.
     """
     use_compilation_cache()
     folder = Path(out)
@@ -88,6 +91,8 @@ def train(
     task = _task(config, kind, record, folder)
     data = _read(task, data, _options(task, glob, on_bad_file), record)
     config, train_config = _configs(task, config, train_config, data, record)
+    dtypes_of(config)
+    check_memory(config, train_config.batch_size, window_of(config, train_config) if isinstance(task, LanguageTask) else 1)
     prepared = task.prepare(data, config, train_config)
     folder.mkdir(parents=True, exist_ok=True)
     with checkpoint.lock(folder):

@@ -69,10 +69,11 @@ def torch_weights(model: nnx.Module, values: nnx.State | None = None) -> dict[st
 def load_weights(model: nnx.Module, source: Mapping[str, Any] | str | os.PathLike[str]) -> None:
     """Fills the model in place, all or nothing, from {file name: array}, a .safetensors file or a run folder.
 
-    Arrays are cast to the parameters' dtype. Aliases may be absent and must agree when present; buffers may be absent and keep what the model has.
+    Arrays, torch's tensors too, are cast to the parameters' dtype. Aliases may be absent and must agree when present; buffers may be absent and
+    keep what the model has.
     Raises InputError that lists every missing, unexpected, mis-shaped or contradictory name; the model is then unchanged.
     """
-    arrays = {name: np.asarray(array) for name, array in (source if isinstance(source, Mapping) else read_weights(source)).items()}
+    arrays = {name: _numpy(name, array) for name, array in (source if isinstance(source, Mapping) else read_weights(source)).items()}
     table, names = _table(model), leaf_names(model)
     variables = dict(nnx.to_flat_state(nnx.state(model, nnx.Any(nnx.Param, Buffer))))
     wanted = {name: variables[path].shape[::-1] if transposed else variables[path].shape for path, (name, transposed) in names.items()}
@@ -156,6 +157,17 @@ def _constants(model: nnx.Module) -> dict[str, np.ndarray]:
         return {}
     max_len = cast(Any, model).config.max_len
     return {"causal_mask": ~np.tril(np.ones((max_len, max_len), bool))}
+
+
+def _numpy(name: str, array: Any) -> np.ndarray:
+    """`array` as numpy; a tensor of torch goes by DLPack where numpy lacks its dtype, bfloat16."""
+    try:
+        if hasattr(array, "detach"):
+            array = array.detach().cpu().contiguous()
+            return np.asarray(jax.dlpack.from_dlpack(array) if str(array.dtype) == "torch.bfloat16" else array)
+        return np.asarray(array)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError("source", name, f"is no array: {error}") from error
 
 
 def _representable(array: np.ndarray, dtype: Any) -> bool:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from flax_gpt.config import BeamConfig, EncoderDecoderConfig
-from flax_gpt.errors import RunError, require
-from torch_ref.generation.prompts import is_integer, read_prompts
+from flax_gpt.errors import RunError, is_integer, require
+from torch_ref.generation.prompts import check_model, read_prompts
 
 
 class Hypotheses(NamedTuple):
@@ -52,6 +52,7 @@ def beam_search(
 
     Arguments, results and errors are those of `flax_gpt.generation.beam.beam_search`. The model's own mode stays as it is.
     """
+    check_model(model, translates=True)
     config: Any = model.config
     translates = isinstance(config, EncoderDecoderConfig)
     plan = BeamConfig(beams, n_best, length_exponent, early_stopping, no_repeat_ngram)

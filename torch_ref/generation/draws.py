@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from flax_gpt.config import SampleConfig
-from flax_gpt.errors import InputError, require
+from flax_gpt.errors import InputError, is_integer, require
 from torch_ref import random
-from torch_ref.generation.prompts import is_integer
 from torch_ref.xla_math import log, log1p
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from flax_gpt.errors import RunError
 from torch_ref import random
 from torch_ref.generation.draws import draw, read_rule
-from torch_ref.generation.prompts import check_room, read_prompts
+from torch_ref.generation.prompts import check_model, check_room, read_prompts
 
 Overflow = Literal["slide", "error"]
 
@@ -32,6 +32,7 @@ def generate(
     Arguments, results and errors are those of `flax_gpt.generation.sampling.generate`, which draws the same tokens from the same key: the window is
     the last max_len tokens, at positions 0 … max_len - 1. Returns (B, T + max_new_tokens) int64; the model's own mode stays as it is.
     """
+    check_model(model)
     config: Any = model.config
     prompts = read_prompts(tokens, lengths, config.vocab_size)
     sample, key = read_rule(temperature, top_k, top_p, eos, key, config.vocab_size)

@@ -1,13 +1,12 @@
 """`attend`, the only door to attention. Mirrors `flax_gpt/kernels/api.py`, with one implementation."""
 
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flax_gpt.errors import require
+from flax_gpt.errors import describe, is_integer, is_number, require
 from torch_ref import masks, random
 from torch_ref.kernels import dense
 from torch_ref.kernels.case import Case, EmptyRows, Inputs, Shape, Window
@@ -70,7 +69,7 @@ def attend(
     Raises:
       InputError: an argument of the wrong type, shape, dtype or value.
     """
-    require(implementation in ("auto", "dense"), "implementation", implementation, "must be 'auto' or 'dense'")
+    require(isinstance(implementation, str) and implementation in ("auto", "dense"), "implementation", implementation, "must be 'auto' or 'dense'")
     case, inputs = _read(q, k, v, causal, mask, bias, kv_lengths, window, query_offset, scale, dropout_rate, dropout_key, empty_rows,
                          return_weights, return_lse)  # fmt: skip
     out, weights, lse = dense.attend(case, q, k, v, inputs)
@@ -82,7 +81,7 @@ def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths:
           dropout_rate: Any, dropout_key: Any, empty_rows: Any, return_weights: Any, return_lse: Any) -> tuple[Case, Inputs]:  # fmt: skip
     """Checks every argument on the host and sorts it into what is static and what is an array."""
     for name, value in (("q", q), ("k", k), ("v", v)):
-        require(getattr(value, "ndim", None) == 4, name, _shape(value), "must have four axes: (B, T, H, Dh) for q, (B, S, K, Dh) for k and v")
+        require(getattr(value, "ndim", None) == 4, name, describe(value), "must have four axes: (B, T, H, Dh) for q, (B, S, K, Dh) for k and v")
         require(_name(value.dtype) in DTYPES, name, _name(value.dtype), f"must be of dtype {', '.join(DTYPES)}")
         require(min(value.shape) >= 1, name, list(value.shape), "must have no axis of length 0")
         require(value.dtype == q.dtype, name, _name(value.dtype), f"must be of q's dtype, {_name(q.dtype)}")
@@ -96,32 +95,32 @@ def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths:
         require(isinstance(value, bool), name, value, "must be True or False, not a tensor")
     if window is not None:
         sides = isinstance(window, Sequence) and len(window) == 2
-        require(sides and all(side is None or (_is_integer(side) and 0 <= side < FURTHEST) for side in window), "window", window,
+        require(sides and all(side is None or (is_integer(side) and 0 <= side < FURTHEST) for side in window), "window", window,
                 "must be (left, right), integers in [0, 2**29) or None for an open side")  # fmt: skip
         window = tuple(None if side is None else int(side) for side in window)
-    require(scale is None or (_is_number(scale) and abs(scale) < 1e30), "scale", scale, "must be a number within ±1e30")
-    require(_is_number(dropout_rate) and 0 <= dropout_rate < 1, "dropout_rate", dropout_rate, "must be a number in [0, 1)")
-    require(empty_rows in ("zero", "uniform", "nan"), "empty_rows", empty_rows, "must be 'zero', 'uniform' or 'nan'")
+    require(scale is None or (is_number(scale) and abs(scale) < 1e30), "scale", scale, "must be a number within ±1e30")
+    require(is_number(dropout_rate) and 0 <= dropout_rate < 1, "dropout_rate", dropout_rate, "must be a number in [0, 1)")
+    require(isinstance(empty_rows, str) and empty_rows in ("zero", "uniform", "nan"), "empty_rows", empty_rows, "must be 'zero', 'uniform' or 'nan'")
 
     if mask is not None:
         boolean = getattr(mask, "dtype", None) == torch.bool
-        require(boolean, "mask", _shape(mask), "must be a boolean array, True = may attend; pass an additive mask as bias, a 0/1 mask as mask != 0")
+        require(boolean, "mask", describe(mask), "must be a boolean array, True = may attend; pass an additive mask as bias, a 0/1 mask as mask != 0")
         mask = _four_axes("mask", mask, (B, H, T, S))
     if bias is not None:
         floating = isinstance(bias, Tensor) and bias.is_floating_point()
-        require(floating, "bias", _shape(bias), "must be a floating array that is added to the scores; pass a boolean one as mask")
+        require(floating, "bias", describe(bias), "must be a floating array that is added to the scores; pass a boolean one as mask")
         bias = _four_axes("bias", bias, (B, H, T, S))
     if kv_lengths is not None:
-        kv_lengths = torch.as_tensor(kv_lengths, device=q.device)
+        kv_lengths = masks.as_tensor("kv_lengths", kv_lengths).to(q.device)
         masks.check_lengths("kv_lengths", kv_lengths, S)
         require(kv_lengths.shape == (B,), "kv_lengths", list(kv_lengths.shape), f"must have shape (B,) = ({B},)")
     needed = causal or window is not None
     require(query_offset is not None or not needed or T == S, "query_offset", None,
             f"is required with causal or window when T = {T} differs from S = {S}: the position of the first query among the keys")  # fmt: skip
     offset = 0 if query_offset is None else query_offset
-    if not _is_integer(offset):
+    if not is_integer(offset):
         whole = isinstance(offset, Tensor) and offset.dtype in INTEGERS and offset.shape in ((), (B,))
-        require(whole, "query_offset", _shape(offset), f"must be an integer, or an integer tensor of shape () or (B,) = ({B},)")
+        require(whole, "query_offset", describe(offset), f"must be an integer, or an integer tensor of shape () or (B,) = ({B},)")
     values = offset.tolist() if isinstance(offset, Tensor) else offset
     furthest = max(map(abs, values)) if isinstance(values, list) else abs(values)
     require(furthest < FURTHEST, "query_offset", values, "must lie within ±2**29")
@@ -148,23 +147,11 @@ def _row_and_head_keys(key: Any, B: int, H: int) -> Tensor:
     require(key is not None, "dropout_key", None, "is required when dropout_rate is above 0")
     try:
         key = random.as_key(key)
-    except TypeError as error:
-        require(False, "dropout_key", _shape(key), str(error))
+    except (TypeError, ValueError, RuntimeError) as error:  # the last two: rows of different lengths
+        require(False, "dropout_key", describe(key), str(error))
     fits = tuple(key.shape) in ((2,), (B, H, 2))
     require(fits, "dropout_key", list(key.shape), f"must have shape (2,), or (B, H, 2) = {(B, H, 2)} once folded")
     return random.fold_coordinates(key, (B, H)) if key.ndim == 1 else key
-
-
-def _is_integer(x: Any) -> bool:
-    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, numbers.Real) and not isinstance(x, bool)
-
-
-def _shape(x: Any) -> str:
-    return f"{_name(x.dtype)}{list(x.shape)}" if isinstance(x, Tensor) else repr(type(x).__name__)
 
 
 def _name(dtype: torch.dtype) -> str:

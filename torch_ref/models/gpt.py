@@ -48,7 +48,7 @@ class MiniGPT(nn.Module):
         span, an integer or (B,): the sequence length that a dynamic RoPE scaling goes by, default lengths, or T.
         Raises InputError for what `check_inputs` refuses.
         """
-        check_inputs(self.config, tokens, lengths, positions)
+        check_inputs(self.config, tokens, lengths, positions, span)
         draw = self.dropout.draw()
         rotation = self.rotation(tokens.shape[1], positions, lengths if span is None else span)
         x = dropout(self.embed(tokens, positions), self.config.dropout, draw, "embedding")

@@ -50,7 +50,7 @@ class Embedding(nn.Embedding):
         self.compute_dtype = dtype_of(config.dtype)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens).to(self.compute_dtype)
+        return super().forward(tokens.long()).to(self.compute_dtype)
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, T, D) → x Eᵀ (B, T, V)."""
