@@ -28,8 +28,8 @@ from flax_gpt.kernels import attend, explain
 from flax_gpt.models.gpt import MiniGPT
 from flax_gpt.nn.dropout import Draw, dropout
 from flax_gpt.training import checkpoint as checkpoints
+from flax_gpt.training.compilation import use_compilation_cache
 from flax_gpt.training.data import Batch, Windows
-from flax_gpt.training.loop import use_compilation_cache
 from flax_gpt.training.loss import cross_entropy
 from flax_gpt.training.optimizer import leaf_name, make_optimizer
 from flax_gpt.training.state import make_step, new_state, split_model, to_arrays

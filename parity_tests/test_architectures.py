@@ -10,6 +10,8 @@ import pytest
 import torch
 from flax import nnx
 
+import flax_gpt.nn.attention
+import torch_ref.nn.attention
 import torch_ref.nn.rotary
 from flax_gpt import GPTConfig, MiniGPT, RopeConfig, load_weights, torch_weights
 from flax_gpt.config import EncoderConfig
@@ -222,3 +224,16 @@ def test_refusals_name_the_argument(make, argument: str) -> None:
     with pytest.raises(InputError) as refused:
         make()
     assert refused.value.argument == argument
+
+
+@pytest.mark.parametrize(("kv_heads", "parameters"), [(8, 1_048_576), (2, 655_360), (1, 589_824)])
+def test_grouped_queries_have_the_stated_parameters_and_cache(kv_heads: int, parameters: int) -> None:
+    """At D 512 and H 8, without biases (Ainslie et al. 2023); the cache shrinks by H / K."""
+    config = GPTConfig(5, d_model=512, num_heads=8, num_kv_heads=kv_heads, num_layers=1, max_len=4)
+    ours = nnx.eval_shape(lambda: flax_gpt.nn.attention.MultiHeadAttention(config, "place", rngs=nnx.Rngs(0)))
+    with torch.device("meta"):
+        theirs = torch_ref.nn.attention.MultiHeadAttention(config, "place")
+    assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(ours, nnx.Param))) == parameters
+    assert sum(p.numel() for p in theirs.parameters()) == parameters
+    cache = jax.eval_shape(lambda: init_cache(config, 3))
+    assert [leaf.size for leaf in (*cache.keys, *cache.values)] == [3 * 4 * 512 * kv_heads // 8] * 2

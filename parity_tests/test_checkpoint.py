@@ -11,13 +11,15 @@ import time
 import warnings
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from flax_gpt.config import GPTConfig, TrainConfig
 from flax_gpt.errors import InputError
-from flax_gpt.training import checkpoint, loop
+from flax_gpt.training import checkpoint, compilation, loop
 from flax_gpt.training.checkpoint import Damaged
 from flax_gpt.training.data import load_corpus
 from flax_gpt.training.tasks import TASKS
@@ -366,3 +368,32 @@ def test_a_save_is_seen_whole_or_not_at_all(tmp_path: Path) -> None:
         assert process.returncode == 0
     assert len(seen) > 1
     assert checkpoint.newest_whole(tmp_path).step == 8
+
+
+def test_torn_entries_of_the_compilation_cache_are_dropped_once(tmp_path: Path) -> None:
+    """jax itself writes the whole one; a killed process leaves a part of it, or nothing."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        for name, value in zip(names, (str(tmp_path), 0.0), strict=True):
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        jax.jit(lambda x: jnp.sin(x) + 17).lower(np.zeros(3, np.float32)).compile()
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    (whole,) = tmp_path.glob("*-cache")
+    content = whole.read_bytes()
+    torn = {tmp_path / f"jit_{number}-cache": content[:size] for number, size in enumerate((0, 1, len(content) // 2, len(content) - 1))}
+    for path, part in torn.items():
+        path.write_bytes(part)
+    compilation.drop_torn(tmp_path)
+    assert list(tmp_path.glob("*-cache")) == [whole]
+    assert whole.read_bytes() == content
+    whole.write_bytes(content[:-1])
+    os.utime(whole, (1, 1))  # older than the last look: it is not read again
+    compilation.drop_torn(tmp_path)
+    assert whole.exists()
+    compilation.drop_torn(tmp_path / "none")
+    assert not (tmp_path / "none").exists()

@@ -9,7 +9,6 @@ import math
 import os
 import platform
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -25,6 +24,7 @@ from flax_gpt.config import TrainConfig, TransformerConfig
 from flax_gpt.errors import InputError, RunError, require
 from flax_gpt.nn.linear import dtypes_of
 from flax_gpt.training import checkpoint
+from flax_gpt.training.compilation import use_compilation_cache
 from flax_gpt.training.data import OnBadFile
 from flax_gpt.training.memory import check_memory
 from flax_gpt.training.optimizer import learning_rate, make_optimizer
@@ -388,22 +388,6 @@ def _begin(folder: Path, task: Task, config: Any, train_config: TrainConfig, dat
 
 
 # The process
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled programs, small ones too, in the user's cache folder; what JAX_… variables or jax's own configuration say comes first."""
-    config: Any = jax.config
-    if config.jax_compilation_cache_dir is None:
-        if sys.platform == "darwin":
-            base = Path.home() / "Library" / "Caches"
-        elif sys.platform == "win32":
-            base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-        else:
-            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        config.update("jax_compilation_cache_dir", str(base / "flax-gpt" / "jax"))
-    # A start is made of many compilations below jax's threshold of a second.
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 class _Clock:
