@@ -295,16 +295,16 @@ PRESETS = {"gpt": GPT_PRESETS, "encoder-decoder": ENCODER_DECODER_PRESETS, "clas
 
 
 Schedule = Literal["constant", "warmup_cosine"]
-Optimizer = Literal["adamw", "adam"]
+Optimizer = Literal["adamw", "adam", "sgd"]
 Decay = Literal["matrices", "all"]
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(_Config):
-    """AdamW (Loshchilov & Hutter 2019) behind torch's global-norm clip, with a schedule counted in optimizer steps."""
+    """AdamW (Loshchilov & Hutter 2019), Adam or SGD behind torch's global-norm clip, with a schedule counted in optimizer steps."""
 
     optimizer: Optimizer = "adamw"
-    """'adam' takes no weight decay."""
+    """'adam' takes no weight decay; 'sgd' is torch's, with momentum."""
     lr: float = 1e-3
     """Peak learning rate."""
     schedule: Schedule = "warmup_cosine"
@@ -319,8 +319,12 @@ class OptimizerConfig(_Config):
     """Decay of the second moment."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
+    momentum: float = 0.9
+    """sgd: the velocity is this times the last one plus the gradient; 0 keeps none."""
+    nesterov: bool = False
+    """sgd: go along the gradient plus momentum times the new velocity (Sutskever et al. 2013)."""
     weight_decay: float = 0.01
-    """Decoupled decay, times the learning rate."""
+    """'adamw': decoupled decay, times the learning rate; 'sgd': this times the weight is added to its gradient after the clip."""
     decay: Decay = "matrices"
     """'matrices' leaves biases and norms alone; 'all' decays every parameter, as the original does."""
     clip: float | None = 1.0
@@ -331,8 +335,9 @@ class OptimizerConfig(_Config):
         require(self.lr > 0, "lr", self.lr, "must be positive")
         require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be at least 0")
         require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "momentum"):
             _rate(name, getattr(self, name))
+        require(not self.nesterov or self.momentum > 0, "nesterov", self.nesterov, "needs a momentum above 0")
         require(self.eps >= 1e-30, "eps", self.eps, "must be at least 1e-30, which float32 still holds")
         require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must be at least 0")
         require(self.clip is None or self.clip > 0, "clip", self.clip, "must be positive, or None")
@@ -348,6 +353,8 @@ class TrainConfig(_Config):
     """Tokens a training window; None means the model's max_len."""
     batch_size: int = 32
     """Windows a step, or rows of a table."""
+    accumulate: int = 1
+    """Equal parts that a step's batch is cut into, one after the other, their gradients added up: the same update with the memory of one part."""
     steps: int | None = None
     """Optimizer steps; give this or epochs. Neither: 1000 steps."""
     epochs: int | None = None
@@ -376,7 +383,8 @@ class TrainConfig(_Config):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "must be at least 1")
         require(self.steps is None or self.epochs is None, "epochs", self.epochs, f"cannot be given beside steps = {self.steps}")
-        _at_least_one(self, "batch_size", "log_interval", "eval_interval", "checkpoint_interval", "keep_last")
+        _at_least_one(self, "batch_size", "accumulate", "log_interval", "eval_interval", "checkpoint_interval", "keep_last")
+        require(self.batch_size % self.accumulate == 0, "accumulate", self.accumulate, f"must divide batch_size = {self.batch_size}")
         require(0 <= self.held_out < 1, "held_out", self.held_out, "must lie in [0, 1)")
         _rate("label_smoothing", self.label_smoothing)
 

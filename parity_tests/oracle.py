@@ -208,13 +208,14 @@ def _flax_arithmetic(model: nnx.Module, *, strict: bool = True) -> Iterator[None
 def torch_steps(
     model: torch.nn.Module, batch: Batch, config: OptimizerConfig, steps: Sequence[int], powers: np.random.Generator | None = None
 ) -> Values:
-    """losses, grad_norms (before the clip) of max(steps) updates on one batch, and stepN/{weights,exp_avg,exp_avg_sq}/NAME after each N of `steps`.
+    """losses, grad_norms (before the clip) of max(steps) updates on one batch, and stepN/{weights,exp_avg,exp_avg_sq}/NAME after each N of `steps`;
+    momentum_buffer for SGD.
 
     `model` stays as it was; `powers` disturbs the powers of Adam's β.
     """
     model = copy.deepcopy(model)
     optimizer = torch_ref.training.optimizer.make_optimizer(model, config, max(steps))
-    for group in optimizer.optimizer.param_groups if powers is not None else ():
+    for group in optimizer.optimizer.param_groups if powers is not None and config.optimizer != "sgd" else ():
         group["betas"] = tuple(tolerances.RoundedPower.of(beta, powers) for beta in group["betas"])
     losses, norms, found = [], [], {}
     for number in range(1, max(steps) + 1):
@@ -225,9 +226,9 @@ def torch_steps(
         norms.append(optimizer.step())
         if number in steps:
             named = dict(model.named_parameters())
-            groups = {"weights": named} | {
-                key: {name: optimizer.optimizer.state[parameter][key] for name, parameter in named.items()} for key in ("exp_avg", "exp_avg_sq")
-            }
+            held = {name: optimizer.optimizer.state[parameter] for name, parameter in named.items()}
+            kept = [key for key in ("exp_avg", "exp_avg_sq", "momentum_buffer") if all(key in state for state in held.values())]
+            groups = {"weights": named} | {key: {name: state[key] for name, state in held.items()} for key in kept}
             found |= _flat(number, {group: torch_ref.weights.tree.torch_weights(model, values) for group, values in groups.items()})
     return {"losses": torch.stack(losses).numpy(), "grad_norms": torch.stack(norms).numpy()} | found
 
@@ -251,8 +252,12 @@ def flax_steps(model: nnx.Module, batch: Batch, config: OptimizerConfig, steps: 
             losses.append(np.asarray(loss))
             norms.append(np.asarray(norm))
             if number in steps:
-                adam = next(part for part in state if isinstance(part, optax.ScaleByAdamState))
-                groups = {"weights": params, "exp_avg": adam.mu, "exp_avg_sq": adam.nu}
+                groups = {"weights": params}
+                for part in state:
+                    if isinstance(part, optax.ScaleByAdamState):
+                        groups |= {"exp_avg": part.mu, "exp_avg_sq": part.nu}
+                    elif isinstance(part, optax.TraceState):
+                        groups |= {"momentum_buffer": part.trace}
                 found |= _flat(number, {group: tree.torch_weights(model, values) for group, values in groups.items()})
     return {"losses": np.stack(losses), "grad_norms": np.stack(norms)} | found
 

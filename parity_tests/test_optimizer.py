@@ -18,6 +18,9 @@ OPTIMIZERS = {
     "adamw, warm-up and cosine": OptimizerConfig(lr=3e-3, warmup_steps=3, decay="matrices", weight_decay=0.1),
     "adamw, tight clip": OptimizerConfig(lr=1e-2, schedule="constant", decay="all", clip=1e-3, beta1=0.8, beta2=0.99, eps=1e-6),
     "adam, no clip": OptimizerConfig(optimizer="adam", lr=1e-3, schedule="constant", clip=None),
+    "sgd, momentum and decay": OptimizerConfig(optimizer="sgd", lr=0.05, warmup_steps=3, momentum=0.8, weight_decay=0.1, clip=0.5),
+    "sgd, nesterov": OptimizerConfig(optimizer="sgd", lr=0.02, schedule="constant", nesterov=True, decay="all", weight_decay=0.02, clip=None),
+    "sgd, plain": OptimizerConfig(optimizer="sgd", lr=0.1, schedule="constant", momentum=0.0, weight_decay=0.0),
 }
 
 
@@ -26,15 +29,19 @@ def batch(seed=0):
     return {"tokens": rng.integers(0, 29, (3, 8)), "targets": rng.integers(0, 29, (3, 8))}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_and_ten_steps(name):
-    """Parameters and both moments after the first and the tenth step, losses and gradient norms of all ten."""
+@pytest.mark.parametrize("steps", [(1, 10), pytest.param((1, 10, 100), marks=pytest.mark.slow)], ids=["10", "100"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "sgd, plain" else name for name in OPTIMIZERS])
+def test_steps(name, steps):
+    """Parameters and moments after the first, the tenth and the hundredth step, losses and gradient norms of all."""
+    config = OPTIMIZERS[name]
     theirs = oracle.torch_model(CONFIG, seed=0)
     ours = oracle.flax_model(CONFIG, oracle.torch_weights(theirs))
-    report = compare.check_steps(ours, theirs, batch(), OPTIMIZERS[name], (1, 10))
+    report = compare.check_steps(ours, theirs, batch(), config, steps)
     assert report.ok, report.failures()
-    groups = {row.name.split("/")[0] for row in report.rows if row.dtype == "float32"}
-    assert groups == {"losses", "grad_norms", "step1", "step10"}
+    names = [row.name for row in report.rows if row.dtype == "float32"]
+    assert {name.split("/")[0] for name in names} == {"losses", "grad_norms", *(f"step{number}" for number in steps)}
+    moments = {"exp_avg", "exp_avg_sq"} if config.optimizer != "sgd" else {"momentum_buffer"} if config.momentum else set()
+    assert {name.split("/")[1] for name in names if "/" in name} == {"weights"} | moments
 
 
 def test_dropout_on():
@@ -55,13 +62,16 @@ def test_the_reference_is_torch_itself(name):
     by_hand = copy.deepcopy(model)
     data = oracle.Batch.of(batch())
     wrapped = torch_ref.training.optimizer.make_optimizer(model, config, 10)
-    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-    decay = config.weight_decay if config.optimizer == "adamw" else 0.0
+    decay = config.weight_decay if config.optimizer != "adam" else 0.0
     groups = [
         {"params": [p], "weight_decay": decay if config.decay == "all" or ("norm" not in name and name.endswith("weight")) else 0.0}
         for name, p in by_hand.named_parameters()
     ]
-    plain = kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+    if config.optimizer == "sgd":
+        plain = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+    else:
+        kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+        plain = kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
     schedule = torch.optim.lr_scheduler.LambdaLR(plain, lambda count: torch_ref.training.optimizer.learning_rate_factor(config, 10, count))
     for _ in range(3):
         oracle.torch_values(model, data)

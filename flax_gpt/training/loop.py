@@ -121,7 +121,7 @@ class _Trainer:
         self.graph, params, rest = split_model(new_model(config, train_config.seed))
         self.state = new_state(params, rest, optimizer)
         loss = functools.partial(task.loss, label_smoothing=train_config.label_smoothing)
-        self.step = make_step(self.graph, optimizer, self.starts_line, loss)
+        self.step = make_step(self.graph, optimizer, self.starts_line, loss, train_config.accumulate)
         self.evaluation = make_evaluation(self.graph, task.totals)
         self.notes: dict[str, Any] = {"epoch_loss": 0.0, "epoch_tokens": 0.0, "best": None}
         self.done = self._restore()
@@ -334,7 +334,11 @@ def _configs(task: Task, config: Any, train_config: TrainConfig | None, data: An
     if record is not None:
         config = config or task.config.from_dict(record["model"])
         train_config = train_config or TrainConfig.from_dict(record["train"])
-        for ours, theirs in ((config.to_dict(), record["model"]), (train_config.to_dict(), record["train"])):
+        known_config, known_train = (
+            task.config.from_dict(record["model"]),
+            TrainConfig.from_dict(record["train"]),
+        )  # fields that it lacks: the defaults
+        for ours, theirs in ((config.to_dict(), known_config.to_dict()), (train_config.to_dict(), known_train.to_dict())):
             for name, value in _flat(ours).items():
                 known = _flat(theirs).get(name)
                 require(value == known, name, value, f"is {known!r} in the run that would be resumed")

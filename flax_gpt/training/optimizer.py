@@ -1,4 +1,4 @@
-"""AdamW and Adam as torch defines them, behind torch's global-norm clip, with schedules counted in optimizer steps."""
+"""AdamW, Adam and SGD as torch defines them, behind torch's global-norm clip, with schedules counted in optimizer steps."""
 
 import math
 from collections.abc import Callable
@@ -98,21 +98,31 @@ def decay_tree(params: Any, decay: str) -> Any:
 
 def decayed_names(params: Any, config: OptimizerConfig) -> list[str]:
     """Dotted paths of the parameters that weight decay shrinks."""
-    if config.optimizer == "adam" or config.weight_decay == 0:
+    if not _decays(config):
         return []
     flat, _ = jax.tree.flatten_with_path(decay_tree(params, config.decay))
     return [leaf_name(path) for path, decays in flat if decays]
 
 
+def _decays(config: OptimizerConfig) -> bool:
+    return config.optimizer != "adam" and config.weight_decay > 0
+
+
 def make_optimizer(config: OptimizerConfig, total_steps: int, decay_mask: Any = None) -> optax.GradientTransformation:
     """Clip, Adam, decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2), learning rate: in this order, as torch does them.
+
+    SGD: clip, weight decay in the gradient, momentum (Sutskever et al. 2013, equations 1 to 4, the learning rate outside), learning rate.
 
     `decay_mask`: a tree of booleans like the parameters, or a function that makes one from them; None follows `config.decay`.
     """
     mask = decay_mask if decay_mask is not None else lambda params: decay_tree(params, config.decay)
+    decay = optax.add_decayed_weights(config.weight_decay, mask) if _decays(config) else optax.identity()
+    if config.optimizer == "sgd":
+        direction = [decay, optax.trace(config.momentum, config.nesterov) if config.momentum else optax.identity()]
+    else:
+        direction = [scale_by_adam(config.beta1, config.beta2, config.eps), decay]
     return optax.chain(
         clip_by_global_norm(config.clip) if config.clip is not None else optax.identity(),
-        scale_by_adam(config.beta1, config.beta2, config.eps),
-        optax.add_decayed_weights(config.weight_decay, mask) if config.optimizer == "adamw" and config.weight_decay else optax.identity(),
+        *direction,
         optax.scale_by_learning_rate(learning_rate(config, total_steps)),
     )

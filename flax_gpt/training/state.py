@@ -83,22 +83,43 @@ def language_totals(model: Any, batch: Batch) -> dict[str, jax.Array]:
 
 
 def make_step(
-    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, starts_line: Callable[[jax.Array], jax.Array], loss: Loss = language_loss
+    graph: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    starts_line: Callable[[jax.Array], jax.Array],
+    loss: Loss = language_loss,
+    accumulate: int = 1,
 ) -> Callable[[TrainState, Any], TrainState]:
     """The jitted step (state, batch) -> state; it deletes the state that it is given.
 
     `starts_line(completed updates)`: whether the sums of a metrics line start anew with this batch. Dropout's step is the number of completed
     updates. A batch whose loss or gradient norm is not finite changes nothing but `loss` and `grad_norm`, and no batch after it changes anything,
-    so the host may look at `failed` whenever it likes.
+    so the host may look at `failed` whenever it likes. `accumulate`: how many parts a batch is cut into, whose gradients are added up.
     """
 
-    def loss_of(params: nnx.State, state: TrainState, batch: Any) -> jax.Array:
+    def loss_of(params: nnx.State, state: TrainState, batch: Any, first_row: Any = None) -> jax.Array:
         model = nnx.merge(graph, params, state.rest, copy=True)
         model.dropout.step[...] = state.step.astype(jnp.uint32)
+        if first_row is not None:
+            model.dropout.first_row[...] += first_row.astype(jnp.uint32)
         return loss(model, batch)
 
+    def accumulated(params: nnx.State, state: TrainState, batch: Any) -> tuple[jax.Array, nnx.State]:
+        """The mean over the batch and its gradient; each row draws the dropout that it would in the undivided batch."""
+        parts = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+        counts, count = jnp.sum(parts.weights.reshape(accumulate, -1), axis=1), jnp.sum(batch.weights)
+        rows = jnp.arange(accumulate) * parts.weights.shape[1]
+
+        def add(total: Any, part: Any) -> tuple[Any, None]:
+            counted, first_row, piece = part
+            found = jax.value_and_grad(loss_of)(params, state, piece, first_row)
+            return jax.tree.map(lambda t, x: t + x * (counted.astype(x.dtype) / count.astype(x.dtype)), total, found), None
+
+        like = jax.eval_shape(loss_of, params, state, jax.tree.map(lambda x: x[0], parts))
+        zeros = jnp.zeros(like.shape, like.dtype), jax.tree.map(jnp.zeros_like, params)
+        return jax.lax.scan(add, zeros, (counts, rows, parts))[0]
+
     def step(state: TrainState, batch: Any) -> TrainState:
-        mean, grads = jax.value_and_grad(loss_of)(state.params, state, batch)
+        mean, grads = (accumulated if accumulate > 1 else jax.value_and_grad(loss_of))(state.params, state, batch)
         norm = global_norm(grads)
         updates, moments = optimizer.update(grads, state.optimizer, state.params)
         fresh, count = starts_line(state.step), jnp.sum(batch.weights)

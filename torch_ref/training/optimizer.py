@@ -1,4 +1,4 @@
-"""torch's own AdamW and Adam behind its own global-norm clip, with the schedules of `flax_gpt.training.optimizer`."""
+"""torch's own AdamW, Adam and SGD behind its own global-norm clip, with the schedules of `flax_gpt.training.optimizer`."""
 
 import math
 
@@ -22,7 +22,7 @@ def learning_rate_factor(config: OptimizerConfig, total_steps: int, count: int) 
 
 def decays(parameter: Tensor, config: OptimizerConfig) -> bool:
     """Whether weight decay shrinks this parameter: with 'matrices' only those of two or more axes."""
-    return config.optimizer == "adamw" and config.weight_decay > 0 and (config.decay == "all" or parameter.ndim >= 2)
+    return config.optimizer != "adam" and config.weight_decay > 0 and (config.decay == "all" or parameter.ndim >= 2)
 
 
 def decayed_names(model: nn.Module, config: OptimizerConfig) -> list[str]:
@@ -38,8 +38,13 @@ class Optimizer:
         self.config, self.parameters = config, [p for p in model.parameters() if p.requires_grad]
         shrunk, rest = [p for p in self.parameters if decays(p, config)], [p for p in self.parameters if not decays(p, config)]
         groups = [{"params": shrunk, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-        kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-        self.optimizer = kind([g for g in groups if g["params"]], lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
+        groups = [group for group in groups if group["params"]]
+        self.optimizer: torch.optim.Optimizer
+        if config.optimizer == "sgd":
+            self.optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
+        else:
+            kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+            self.optimizer = kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda count: learning_rate_factor(config, total_steps, count))
         self.count = 0
 
@@ -65,5 +70,5 @@ class Optimizer:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, total_steps: int, *, fused: bool = False) -> Optimizer:
-    """torch's AdamW or Adam for `model`; `fused` takes torch's fused kernel (the benchmark's choice)."""
+    """torch's AdamW, Adam or SGD for `model`; `fused` takes torch's fused kernel (the benchmark's choice)."""
     return Optimizer(model, config, total_steps, fused=fused)
