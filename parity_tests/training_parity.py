@@ -201,7 +201,7 @@ def draw(result: Result, out_path: str | os.PathLike[str]) -> Path:
         left.plot(counts, result.theirs["float32"]["losses"], color="#7570b3", linewidth=2.2, linestyle=":", label="torch_ref, float32")
         left.set(xlabel="step", ylabel="training loss (nats a token), dropout on", title="Two trainings from one key")
         left.legend(frameon=False)
-        right.fill_between(steps, np.min(scattered, axis=0), budget, color="#cccccc", label="float32: from the least that rounding does to the limit")
+        right.fill_between(steps, np.min(scattered, axis=0), budget, color="#cccccc", label="float32: simulated rounding, up to the limit")
         for label, (values, other, color, dash) in lines.items():
             right.plot(steps, [distance(values, other, n) for n in steps], dash, color=color, linewidth=1.6, label=label)
         right.axhline(AGREEMENT, color="#1b9e77", linewidth=1, linestyle=":", label=f"limit in float64: {AGREEMENT:g}")
@@ -209,7 +209,7 @@ def draw(result: Result, out_path: str | os.PathLike[str]) -> Path:
         right.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
         right.legend(frameon=False, loc="center right", fontsize=8.5)
         figure.suptitle(
-            f"{len(counts)} steps on the shipped text: layers {config.num_layers}, D {config.d_model}, dropout {config.dropout:g}, "
+            f"{len(counts)} steps on the shipped text: N {config.num_layers}, D {config.d_model}, dropout {config.dropout:g}, "
             f"{result.course.train_config.optimizer.optimizer}; nothing but the seed is shared"
         )
         return style.save(figure, out_path)
