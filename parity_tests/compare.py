@@ -1,44 +1,115 @@
 """Compares the named results of two programs, tensor by tensor, with the budget that `tolerances` derives."""
 
-import dataclasses
-import fnmatch
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from flax_gpt.config import OptimizerConfig
-from parity_tests import metrics, oracle, tolerances
-from parity_tests.report import Report, Row
+from flax_gpt.models.encoder import TinyTransformer
+from flax_gpt.models.gpt import MiniGPT
+from flax_gpt.training.loss import cross_entropy
+from parity_tests import adapters, oracle, ports, tolerances
+from parity_tests import names as naming
+from parity_tests.judgement import Values, exact, judge
+from parity_tests.report import Report
 
-Values = Mapping[str, np.ndarray]
 Program = Callable[..., Values]
 
 
 def check(
-    ours: Any, theirs: Any, inputs: Mapping[str, Any], *, names: Mapping[str, str] | None = None, report: Report | None = None, **others: Values
+    ours: Any,
+    theirs: Any,
+    inputs: Any,
+    *,
+    names: Mapping[Any, Any] | None = None,
+    report: Report | None = None,
+    dtypes: Sequence[str] = ("float32",),
+    tapped: bool | None = None,
+    **options: Any,
 ) -> Report:
-    """Whether an NNX model and a torch model compute the same: maps, logits, loss, gradient norm and every gradient, in float64 and in float32.
+    """Whether a JAX model and a torch module compute the same: outputs, a loss and every gradient, in float64 and in each of `dtypes`.
 
-    ours, theirs: a model of `flax_gpt` and one of `torch_ref` (or of its interface), whose weights must already agree bit for bit.
-    inputs: tokens (B, T) and targets ((B, T), or (B,) for a classifier), optionally lengths (B,), positions (B, T)
-        and a dropout_key (2,), which turns dropout on.
-    names: {our parameter name: theirs} where they differ. Rows go to `report`, or to a new one. `others` are float32 results of further programs.
+    ours: any nnx.Module; Linen(module, variables) or Function(f, params) of `parity_tests` for other programs. theirs: any torch.nn.Module.
+    Copies of both run, in eval mode. In float64 both must agree to 1e-9 of the size of the terms that were added up, or the programs differ, not
+    the rounding; in narrower dtypes each is held to what rounding explains; see tolerances.py.
+
+    inputs: what both are called with: a mapping of keyword arguments, a tuple of positional ones, one array, or Inputs(*args, **kwargs).
+    names: {our name: theirs}, in patterns, for what is not found by itself; see names.py.
+    report: the rows go to it, or to a new one.
+    dtypes: some of "float32", "bfloat16" and "float16".
+    tapped: with the values inside, forward and backward; by default only where something differs.
+
+    Options:
+      their_inputs: what theirs is called with instead, such as images with the channels first.
+      outputs: (f, g) that bring the outputs of ours and of theirs to one structure, whose arrays are compared by path.
+      loss: (f, g) that take those outputs to the scalar that is differentiated; by default the sum of all elements times fixed random numbers.
+      weights: "compare" (they must agree bit for bit) or "copy" (ours is run with theirs).
+      train: leaves both in train mode.
+      nonfinite: patterns of the names that may hold NaN or infinity, in both in the same places.
+      logits: patterns of the outputs that are read as distributions over their last axis, by default those with "logits" in their name.
+
+    A MiniGPT or TinyTransformer of both packages is instead given tokens (B, T) and targets ((B, T), or (B,) for a classifier), optionally
+    lengths (B,), positions (B, T) and a dropout_key (2,), which turns dropout on; the loss is the cross-entropy, and maps are compared too.
+    `names` is then {our parameter name: theirs}, and options are float32 results of further programs.
+
+    Raises InputError for names that are unfilled, left over or ambiguous, all of them together, and for other bad arguments.
     """
+    if not (isinstance(ours, MiniGPT | TinyTransformer) and isinstance(inputs, Mapping) and "targets" in inputs):
+        return ports.check(ours, theirs, inputs, names=names, report=report, dtypes=dtypes, tapped=tapped, **options)
     report = Report() if report is None else report
+    report.environment |= ports.environment()
+    start = len(report.rows)
     batch = oracle.Batch.of(inputs)
     own, other = oracle.flax_weights(ours, names), oracle.torch_weights(theirs)
     exact(report, "weights", own, other)
     if not report.ok:
         return report
     models = {"float32": (ours, theirs), "float64": (oracle.in_float64(ours), oracle.in_float64(theirs))}
-    return check_programs(
-        lambda dtype: oracle.flax_values(models[dtype][0], batch, names),
-        lambda dtype: oracle.torch_values(models[dtype][1], batch),
-        report=report,
-        **others,
+    kept: dict[str, Values] = {}
+
+    def own_values(dtype: str) -> Values:
+        kept[dtype] = oracle.flax_values(models[dtype][0], batch, names)
+        return kept[dtype]
+
+    def their_values(dtype: str) -> Values:
+        kept[f"torch {dtype}"] = oracle.torch_values(models[dtype][1], batch)
+        return kept[f"torch {dtype}"]
+
+    check_programs(own_values, their_values, report=report, narrow="float32" in dtypes, **options)
+    if "float32" in dtypes:
+        report.maps = {
+            name: {"flax": kept["float32"][name], "torch": kept["torch float32"][name]} for name in kept["float32"] if name.startswith("att")
+        }
+    for dtype in (dtype for dtype in dtypes if dtype != "float32"):
+        rounded = {name: x.astype(dtype).astype(np.float32) if x.dtype == np.float32 else x for name, x in own.items()}
+        truth = oracle.torch_model(ours.config, rounded, dtype="float64")
+        deviations = tolerances.scatter(lambda truth=truth: oracle.torch_values(truth, batch), dtype=dtype)
+        narrow = oracle.flax_model(ours.config, rounded, dtype=dtype), oracle.torch_model(ours.config, rounded, dtype=dtype)
+        programs = {"flax": oracle.flax_values(narrow[0], batch, names), "torch": oracle.torch_values(narrow[1], batch)}
+        judge(report, dtype, programs, oracle.torch_values(truth, batch), deviations)
+    for dtype in ("float64", *(["float32"] if "float32" in dtypes else [])):
+        rows = [row for row in report.rows[start:] if row.dtype == dtype]
+        if tapped or (tapped is None and not all(row.ok for row in rows)):
+            first = next(i for i, row in enumerate(report.rows) if row is rows[0])
+            ports.inside(report, _own_case(*models[dtype], batch), dtype, None, first)
+            if not all(row.ok for row in rows):
+                break  # what narrower arithmetic does to programs that differ tells nothing
+    return report
+
+
+def _own_case(ours: Any, theirs: Any, batch: oracle.Batch) -> ports.Case:
+    """A pair of this project's models as `ports` sees them, for their taps."""
+    oracle.set_dropout(ours, batch)
+    mine, other = adapters.NNX(ours, train=None), adapters.Torch(theirs, train=None)
+    sources = naming.match(mine.leaves, other.leaves, other.aliases, None, mine.values(), other.values())
+    loss = (
+        lambda out: cross_entropy(out[0], jnp.asarray(batch.targets), None if batch.weights is None else jnp.asarray(batch.weights)),
+        lambda out: oracle.torch_loss(out[0], batch),
     )
+    inputs = adapters.Inputs(batch.tokens, **batch.options, return_attention=True)
+    return ports.Case(mine, other, sources, inputs, inputs, loss=loss, own=True, prepare=lambda model: oracle.prepare_torch(model, batch))
 
 
 def check_steps(
@@ -66,10 +137,13 @@ def check_steps(
     )
 
 
-def check_programs(ours: Program, theirs: Program, *, has_powers: bool = False, report: Report | None = None, **others: Values) -> Report:
+def check_programs(
+    ours: Program, theirs: Program, *, has_powers: bool = False, narrow: bool = True, report: Report | None = None, **others: Values
+) -> Report:
     """Whether two programs compute the same, in float64 and in float32. Each takes a dtype's name and returns named arrays; `theirs` runs in torch.
 
-    `others` are float32 results of further programs. `has_powers`: `theirs` also takes a generator for its `tolerances.RoundedPower`s.
+    `others` are float32 results of further programs. `has_powers`: `theirs` also takes a generator for its `tolerances.RoundedPower`s. Without
+    `narrow` only in float64.
     """
     report = Report() if report is None else report
     truth = theirs("float64")
@@ -80,143 +154,6 @@ def check_programs(ours: Program, theirs: Program, *, has_powers: bool = False, 
         powers = tolerances.scatter_powers(lambda generator: theirs("float64", generator))
         in_double = {name: deviations[name] + powers[name] for name in deviations}
     judge(report, "float64", {"flax": ours("float64")}, truth, in_double)
-    judge(report, "float32", {"flax": ours("float32"), "torch": theirs("float32")} | others, truth, deviations)
+    if narrow:
+        judge(report, "float32", {"flax": ours("float32"), "torch": theirs("float32")} | others, truth, deviations)
     return report
-
-
-def judge(
-    report: Report,
-    dtype: str,
-    programs: Mapping[str, Values],
-    truth: Values,
-    deviations: Values,
-    *,
-    reference: str = "torch",
-    nonfinite: Collection[str] = (),
-    logits: Collection[str] = ("logits",),
-    limit: float | None = None,
-) -> None:
-    """Adds a row for each name of `truth`: the errors of every program in `dtype`, against the float64 values.
-
-    The first program is ours: where `reference` is among the others, ours is also held to its grade, or to `limit`, a grade, when that is given.
-    These two must have every name of `truth`, further programs need not; a name that `truth` does not have fails. nonfinite: patterns of the names
-    that may hold NaN and infinity, in all programs in the same places. logits: patterns of the names whose last axis is a distribution over tokens.
-    """
-    total = [program for program in programs if program == reference or program == next(iter(programs))]
-    for name in truth:
-        found = {program: values[name] for program, values in programs.items() if name in values}
-        notes = [f"missing from {program}" for program in total if program not in found]
-        notes += [f"{p} has the shape {list(x.shape)}, not {list(truth[name].shape)}" for p, x in found.items() if x.shape != truth[name].shape]
-        if notes:
-            report.rows.append(_empty(name, dtype, "; ".join(notes), truth[name].shape))
-            continue
-        row = _row(name, dtype, found, truth[name], deviations[name], reference, limit, _matches(name, nonfinite))
-        report.rows.append(_with_distributions(row, found, truth[name]) if _matches(name, logits) and not row.nonfinite else row)
-    for program, values in programs.items():
-        for name in values:
-            if name not in truth:
-                report.rows.append(_empty(name, dtype, f"only in {program}", values[name].shape))
-
-
-def _empty(name: str, dtype: str, note: str, shape: tuple[int, ...] = ()) -> Row:
-    return Row(name, dtype, {}, {}, {}, 0.0, note, kind_of(name), component_of(name), shape)
-
-
-def _row(
-    name: str,
-    dtype: str,
-    results: Mapping[str, np.ndarray],
-    truth: np.ndarray,
-    deviations: np.ndarray,
-    reference: str,
-    limit: float | None,
-    may_be_nonfinite: bool,
-) -> Row:
-    unit = tolerances.UNIT[dtype] / tolerances.UNIT["float32"]
-    results = {program: np.asarray(value, np.float64) for program, value in results.items()}
-    worst = {program: metrics.worst(value, truth) for program, value in results.items()}
-    note, finite = _where_finite(results, truth, may_be_nonfinite)
-    known = np.where(finite, truth, 0.0)
-    deviations = np.where(finite, deviations, 0.0)
-    size, noise = _largest(known), _largest(deviations)
-    vanishes = noise >= size  # zero in theory: the size of the terms that cancelled
-    if vanishes:
-        size = noise / tolerances.UNIT["float32"] or 1.0
-    with np.errstate(invalid="ignore"):
-        errors = {program: np.where(finite, value - truth, 0.0) for program, value in results.items()}
-    grades = {program: tolerances.grade(error, deviations, dtype) for program, error in errors.items()}
-    limits = dict.fromkeys(results, tolerances.reference_limit())
-    ours = next(iter(results))
-    if limit is not None:
-        limits[ours] = limit
-    elif reference in results and reference != ours:
-        limits[ours] = tolerances.our_limit(grades[reference])
-    return Row(
-        name,
-        dtype,
-        {p: _largest(e) / size for p, e in errors.items()},
-        grades,
-        limits,
-        noise * unit / size,
-        note,
-        kind_of(name),
-        component_of(name),
-        truth.shape,
-        worst={p: w for p, w in worst.items() if w is not None},
-        ulps={p: abs(w.value - w.expected) / metrics.ulp(size if vanishes else w.expected, dtype) for p, w in worst.items() if w is not None},
-        cosines={} if vanishes else {p: metrics.cosine(np.where(finite, x, 0.0), known) for p, x in results.items() if np.isfinite(x[finite]).all()},
-        nonfinite=int(finite.size - np.count_nonzero(finite)) if not note else 0,
-    )
-
-
-def _where_finite(results: Mapping[str, np.ndarray], truth: np.ndarray, allowed: bool) -> tuple[str, np.ndarray]:
-    """Why the row fails, if what is not finite does not stand in the same places everywhere or is not expected; and the places that are judged."""
-    finite = np.isfinite(truth)
-    if allowed and all(metrics.same(value, truth)[~finite].all() for value in results.values()):
-        return "", finite
-    if finite.all():
-        return "", finite  # a grade of infinity is what fails
-    place = list(map(int, np.argwhere(~finite)[0]))
-    told = f"{truth[tuple(place)]} at {place} of the float64 value"
-    return f"{told}, not the same in all programs" if allowed else f"{told}, where the case expects a number", finite
-
-
-def _with_distributions(row: Row, results: Mapping[str, np.ndarray], truth: np.ndarray) -> Row:
-    found = {program: value for program, value in results.items() if truth.ndim and np.isfinite(value.astype(np.float64)).all()}
-    return dataclasses.replace(
-        row,
-        divergences={program: metrics.divergence(value, truth) for program, value in found.items()},
-        top_k={program: metrics.top_k(value, truth) for program, value in found.items()},
-    )
-
-
-_KINDS = {"taps": "tap", "cotangents": "cotangent", "grads": "gradient", "grad_norm": "gradient", "loss": "loss", "weights": "step"}
-
-
-def kind_of(name: str) -> str:
-    """Which of report.KINDS a name stands for: by its first part, as this package writes them."""
-    first = name.split("/")[0]
-    return "step" if re.fullmatch(r"step\d+|losses|grad_norms", first) else _KINDS.get(first, "output")
-
-
-def component_of(name: str) -> str:
-    """The module of ours that a tensor belongs to: taps/PATH and taps/PATH:VALUE → PATH, grads/PATH.LEAF → PATH."""
-    if "/" not in name or kind_of(name) == "output":
-        return ""
-    path = name.rsplit("/", 1)[1]
-    return path.split(":")[0] if kind_of(name) in ("tap", "cotangent") else path.rpartition(".")[0]
-
-
-def _matches(name: str, patterns: Collection[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _largest(x: np.ndarray) -> float:
-    return float(np.max(np.abs(x), initial=0.0))
-
-
-def exact(report: Report, name: str, ours: Values, theirs: Values) -> None:
-    """Adds one row: whether both hold the same names with the same values, bit for bit."""
-    names = [n for n in {**theirs, **ours} if n not in ours or n not in theirs or not np.array_equal(ours[n], theirs[n], equal_nan=True)]
-    note = f"differs: {', '.join(names)}" if names else ""
-    report.rows.append(Row(name, "exact", {}, {}, {}, 0.0, note=note, kind="weights"))

@@ -27,6 +27,7 @@ from flax_gpt.training.loss import cross_entropy
 from flax_gpt.training.optimizer import global_norm, make_optimizer
 from flax_gpt.weights import tree
 from parity_tests import tolerances
+from parity_tests.adapters import as_numpy
 
 Values = dict[str, np.ndarray]
 Config = GPTConfig | EncoderConfig
@@ -136,29 +137,39 @@ def torch_values(model: torch.nn.Module, batch: Batch) -> Values:
     found = {f"attention/{i}": m for i, m in enumerate(maps)} | {"logits": logits, "loss": loss}
     found["grad_norm"] = torch.nn.utils.get_total_norm(grads)
     named = torch_ref.weights.tree.gradients(model)
-    return {name: value.detach().numpy().copy() for name, value in found.items()} | {f"grads/{name}": value for name, value in named.items()}
+    return {name: as_numpy(value) for name, value in found.items()} | {f"grads/{name}": value for name, value in named.items()}
 
 
 def _torch_forward(model: torch.nn.Module, batch: Batch) -> Any:
+    prepare_torch(model, batch)
+    options = {name: torch.from_numpy(value) for name, value in batch.options.items()}
+    logits, maps = model(torch.from_numpy(batch.tokens), **options, return_attention=True)
+    return torch_loss(logits, batch), logits, maps
+
+
+def prepare_torch(model: torch.nn.Module, batch: Batch) -> None:
+    """Sets the mode and the state of dropout that a pass over the batch begins with."""
     model.train(batch.dropout_key is not None)
     if batch.dropout_key is not None:
         model.dropout.seed_key, model.dropout.step = torch.from_numpy(batch.dropout_key.astype(np.int64)), 0
-    options = {name: torch.from_numpy(value) for name, value in batch.options.items()}
+
+
+def torch_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     weights = None if batch.weights is None else torch.from_numpy(batch.weights)
-    logits, maps = model(torch.from_numpy(batch.tokens), **options, return_attention=True)
-    return torch_ref.training.loss.cross_entropy(logits, torch.from_numpy(batch.targets), weights), logits, maps
+    return torch_ref.training.loss.cross_entropy(logits, torch.from_numpy(batch.targets), weights)
 
 
 def flax_values(model: nnx.Module, batch: Batch, names: Mapping[str, str] | None = None) -> Values:
     """The same from an NNX model, under strict dtype and rank promotion."""
-    graph, params, rest = nnx.split(_set_dropout(model, batch), nnx.Param, ...)
+    graph, params, rest = nnx.split(set_dropout(model, batch), nnx.Param, ...)
     loss, logits, maps, norm, grads = _flax_gradient(model, graph, params, rest, batch)
     found = {f"attention/{i}": m for i, m in enumerate(maps)} | {"logits": logits, "loss": loss, "grad_norm": norm}
     named = _renamed(tree.torch_weights(model, grads), names)
     return {name: np.asarray(value) for name, value in found.items()} | {f"grads/{name}": value for name, value in named.items()}
 
 
-def _set_dropout(model: nnx.Module, batch: Batch) -> nnx.Module:
+def set_dropout(model: nnx.Module, batch: Batch) -> nnx.Module:
+    """The model itself, in the mode and with the state of dropout that a pass over the batch begins with."""
     if batch.dropout_key is None:
         model.eval()
     else:
@@ -193,15 +204,15 @@ _gradient_in_float64 = jax.jit(_gradient.__wrapped__, static_argnums=0, compiler
 def _flax_arithmetic(model: nnx.Module, *, strict: bool = True) -> Iterator[None]:
     """Products in full precision, float64 when the model has it, and `strict`: no silent promotion of ranks, nor of dtypes.
 
-    NNX's LayerNorm promotes float64 against float32 by itself, so dtypes are held strictly in the narrower models only.
+    NNX's LayerNorm promotes other dtypes against float32 by itself, so dtypes are held strictly in float32 models only.
     """
-    wide = model.config.param_dtype == "float64"
+    wide, strict_dtypes = model.config.param_dtype == "float64", model.config.param_dtype == "float32"
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.default_matmul_precision("highest"))
         stack.enter_context(jax.enable_x64(wide))
         if strict:
             stack.enter_context(jax.numpy_rank_promotion("raise"))
-            stack.enter_context(jax.numpy_dtype_promotion("standard" if wide else "strict"))
+            stack.enter_context(jax.numpy_dtype_promotion("strict" if strict_dtypes else "standard"))
         yield
 
 
@@ -235,7 +246,7 @@ def torch_steps(
 
 def flax_steps(model: nnx.Module, batch: Batch, config: OptimizerConfig, steps: Sequence[int]) -> Values:
     """The same from an NNX model and `flax_gpt.training.optimizer`."""
-    graph, params, rest = nnx.split(_set_dropout(model, batch), nnx.Param, ...)
+    graph, params, rest = nnx.split(set_dropout(model, batch), nnx.Param, ...)
     optimizer = make_optimizer(config, max(steps))
 
     @functools.partial(jax.jit, compiler_options=_QUICK if model.config.param_dtype == "float64" else None)

@@ -152,6 +152,23 @@ class Report:
         """A line for each row that left its budget."""
         return "\n".join([self.summary(), *(f"{row.name} ({row.dtype}): {row.reason}" for row in self.rows if not row.ok)])
 
+    def explanation(self) -> str:
+        """What to look at first: the first difference, what it looks like, and the values before it that agree, the nearest last."""
+        first = self.first_divergence
+        if first is None:
+            return self.summary()
+        rows = [row for row in self.rows if row.dtype == first.dtype and row.kind == first.kind]
+        clean = [row.name.partition("/")[2] for row in rows[: rows.index(first)]]
+        worst = [f"{p} {w.value:.9g} for {w.expected:.9g} at {list(w.index)}" for p, w in first.worst.items()]
+        lines = [
+            f"first difference: {first.name} ({first.dtype}), {first.reason}",
+            f"looks like: {first.diagnosis}" if first.diagnosis else "",
+            f"worst element: {'; '.join(worst)}" if worst else "",
+            f"agree before it: {', '.join(clean)}" if first.kind == "tap" and clean else "",
+            f"{sum(not row.ok for row in self.rows)} of {len(self.rows)} comparisons differ",
+        ]
+        return "\n".join(filter(None, lines))
+
     def table(self) -> Table:
         """Name, worst relative error of each program, budget and verdict, one row a tensor and dtype."""
         programs = list(dict.fromkeys(program for row in self.rows for program in row.errors))

@@ -53,11 +53,13 @@ def test_another_program_is_not(folder):
     with mock.patch.dict(torch_ref.nn.feed_forward.ACTIVATIONS, gelu_exact=tanh):
         report = run_parity.run(folder, rows=1, window=12, new_tokens=4)
     assert not report.ok
-    assert report.first_divergence.name == "logits"
+    first = report.first_divergence
+    assert first.name == "taps/blocks.0.feed_forward.linear2:input"
+    assert first.diagnosis == "activation: ours is the exact (erf) GELU, theirs the tanh approximation of GELU"
     console = Console(file=io.StringIO(), width=140)
     report.print(console)
     assert "over budget: flax" in console.file.getvalue()
-    assert "first logits (float64)" in report.summary()
+    assert f"first {first.name} (float64)" in report.summary()
 
 
 def test_other_tokens_are_named(folder):

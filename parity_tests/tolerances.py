@@ -62,15 +62,17 @@ _COMPOSITE = get_decompositions(
     [
         *(_aten.native_layer_norm, _aten.native_layer_norm_backward, _aten.gelu, _aten.gelu_backward, _aten.logsumexp),
         *(_aten._softmax, _aten._softmax_backward_data, _aten._log_softmax, _aten._log_softmax_backward_data),
-        *(_aten.nll_loss_forward, _aten.nll_loss_backward),
+        *(_aten.nll_loss_forward, _aten.nll_loss_backward, _aten.native_group_norm, _aten.native_group_norm_backward),
+        *(_aten.native_batch_norm, _aten.native_batch_norm_backward, _aten._native_batch_norm_legit_no_training, _aten._native_batch_norm_legit),
     ]
 )
 _ELEMENTARY = {*"exp expm1 exp2 log log1p log2 erf erfc tanh sin cos sigmoid pow rsqrt".split()}
 _EXACT = {
-    *"abs alias amax amin arange argmax argmin bernoulli cat clamp clamp_max clamp_min clone constant_pad_nd copy detach embedding empty".split(),
-    *"empty_like fill flip floor full full_like gather index index_select lift_fresh masked_fill max maximum min minimum neg new_empty".split(),
-    *"new_full new_zeros ones ones_like relu repeat roll round scalar_tensor scatter select_backward select_scatter sign slice_backward".split(),
-    *"slice_scatter sort stack threshold_backward topk tril triu where zero zeros zeros_like _to_copy _unsafe_view".split(),
+    *"abs alias amax amin arange argmax argmin bernoulli cat clamp clamp_max clamp_min clone constant_pad_nd copy detach embedding".split(),
+    *"empty empty_like fill flip floor full full_like gather index index_select lift_fresh masked_fill max max_pool2d_with_indices".split(),
+    *"maximum min minimum neg new_empty new_full new_zeros ones ones_like relu repeat roll round scalar_tensor scatter".split(),
+    *"select_backward select_scatter sign slice_backward slice_scatter sort stack threshold_backward topk tril triu where zero".split(),
+    *"zeros zeros_like _to_copy _unsafe_view".split(),
 }
 
 
@@ -79,6 +81,9 @@ class Rounding(TorchDispatchMode):
 
     Results of float16 below its normal numbers are rounded to multiples of 2^-24: half of that is added as an absolute error to what is not 0.
     """
+
+    composing = False
+    """Whether an operation is being computed in parts, so that functions called meanwhile are not the program's own."""
 
     def __init__(self, dtype: str, seed: int):
         super().__init__()
@@ -90,8 +95,12 @@ class Rounding(TorchDispatchMode):
         kwargs = kwargs or {}
         parts = _parts(func)
         if parts is not None:
-            with self:
-                return parts(*args, **kwargs)
+            outer, Rounding.composing = Rounding.composing, True
+            try:
+                with self:
+                    return parts(*args, **kwargs)
+            finally:
+                Rounding.composing = outer
         name = func.overloadpacket.__name__
         if func.is_view or name.rstrip("_") in _EXACT:
             return func(*args, **kwargs)
@@ -220,6 +229,31 @@ def _svd(func: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> list[Any]:
     return [(0.0, nothing), (count, values[..., :1].square().expand_as(values)), (0.0, nothing)]
 
 
+def _convolution(func: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> list[Any]:
+    count = weight[0].numel() if not rest[3] else weight.shape[0] * math.prod(weight.shape[2:])
+    return [(count + (bias is not None), func(x.square(), weight.square(), None if bias is None else bias.square(), *rest))]
+
+
+def _convolution_backward(func: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> list[Any]:
+    squares = func(grad.square(), x.square(), weight.square(), *rest)
+    outputs = grad.numel() / grad.shape[1]
+    counts = (weight.numel() / weight.shape[1], outputs, outputs)
+    return [(count, torch.zeros(()) if part is None else part) for count, part in zip(counts, squares, strict=True)]
+
+
+def _running(func: Any, x: torch.Tensor, dim: int, *args: Any, **kwargs: Any) -> list[Any]:
+    return [(x.shape[dim], func(x.square(), dim, *args, **kwargs))]
+
+
+def _pooled(func: Any, x: torch.Tensor, kernel: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    count = math.prod(kernel) if len(kernel) > 1 else kernel[0] ** (x.ndim - 2)
+    return [(count, func(x.square(), kernel, *args, **kwargs) / count)]
+
+
+def _added(func: Any, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> list[Any]:
+    return [(1 + func(torch.zeros_like(x), dim, index, torch.ones_like(source)), func(x.square(), dim, index, source.square()))]
+
+
 def _rows(func: Any, grad: torch.Tensor, indices: torch.Tensor, *args: Any) -> list[Any]:
     return [(func(torch.ones_like(grad), indices, *args), func(grad.square(), indices, *args))]
 
@@ -227,6 +261,8 @@ def _rows(func: Any, grad: torch.Tensor, indices: torch.Tensor, *args: Any) -> l
 _SUMS: dict[str, Callable[..., list[Any]]] = {
     **dict(mm=_matmul, bmm=_matmul, mv=_matmul, dot=_matmul, addmm=_affine, baddbmm=_affine, sum=_sum, mean=_mean),
     **dict(var=_var, var_mean=_var, linalg_vector_norm=_norm, _foreach_norm=_norms, embedding_dense_backward=_rows, _linalg_svd=_svd),
+    **dict(convolution=_convolution, convolution_backward=_convolution_backward, cumsum=_running, avg_pool1d=_pooled, avg_pool2d=_pooled),
+    **dict(scatter_add=_added, index_add=_added),
 }
 
 Values = Mapping[str, np.ndarray]
@@ -257,7 +293,8 @@ def _deviations(exact: Values, disturbed: Iterable[Values]) -> dict[str, np.ndar
     found = collections.defaultdict(list)
     for values in disturbed:
         for name, value in values.items():
-            found[name].append(value - exact[name])
+            with np.errstate(invalid="ignore"):  # infinity, where a case expects it
+                found[name].append(value - exact[name])
     return {name: np.stack(values) for name, values in found.items()}
 
 
@@ -308,3 +345,19 @@ def agreement_limit() -> float:
     The worst simulated deviation over the unit roundoff is that size, with every amplification on the way; grades count such deviations.
     """
     return AGREEMENT / UNIT["float64"]
+
+
+def agrees(found: Any, expected: Any, dtype: str = "float64") -> bool:
+    """Whether a hypothesis about a fault brings one array to the other: to `AGREEMENT` of the largest element, or to a narrower dtype's rounding."""
+    bound = AGREEMENT if dtype == "float64" else reference_limit() * UNIT[dtype]
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    if found.shape != expected.shape or not np.array_equal(np.isfinite(found), np.isfinite(expected)):
+        return False
+    finite = np.isfinite(expected)
+    size = float(np.max(np.abs(expected[finite]), initial=0.0))
+    return bool(size > 0 and np.max(np.abs(found[finite] - expected[finite]), initial=0.0) <= bound * size)
+
+
+def mass_error(count: int, dtype: str = "float32") -> float:
+    """Bound on the error of sums of up to `count` probabilities: each an exponential over a sum of as many (Higham 2002, equation 3.5)."""
+    return (2 * count + ELEMENTARY) * UNIT[dtype]

@@ -25,19 +25,17 @@ def attend(case: Case, q: Array, k: Array, v: Array, given: Inputs) -> tuple[Arr
     (q, bad_q), (k, bad_k), (v, bad_v) = clean(q, dtype), clean(k, dtype), clean(v, dtype)
     bad_keys = _to_heads(case, bad_k + bad_v)
 
-    scores = _product("btkgd,bskd->bkgts", _split_heads(case, q), k, dtype)
-    scores = _merge_heads(case, scores) * case.scale
-    scores = scores + bad_q.transpose(0, 2, 1)[:, :, :, None] + bad_keys
+    scored = scores(case, q, k) + bad_q.transpose(0, 2, 1)[:, :, :, None] + bad_keys
     if given.bias is not None:
-        scores = scores + given.bias.astype(dtype)
+        scored = scored + given.bias.astype(dtype)
 
     seen = visible(case, given)
     some = jnp.any(seen, axis=-1, keepdims=True)
-    scores = jnp.where(seen, scores, jnp.where(some, -jnp.inf, _fill(case, bad_keys)))
+    scored = jnp.where(seen, scored, jnp.where(some, -jnp.inf, _fill(case, bad_keys)))
 
-    peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    peak = jax.lax.stop_gradient(jnp.max(scored, axis=-1, keepdims=True))
     peak = jnp.where(peak == -jnp.inf, 0.0, peak)
-    powers = jnp.exp(scores - peak)
+    powers = jnp.exp(scored - peak)
     total = jnp.sum(powers, axis=-1, keepdims=True)
     nothing = total == 0.0
     weights = jnp.where(seen | ~some, powers / jnp.where(nothing, 1.0, total), 0.0)
@@ -46,10 +44,20 @@ def attend(case: Case, q: Array, k: Array, v: Array, given: Inputs) -> tuple[Arr
     dropped = weights
     if case.dropout_rate > 0.0:
         dropped = jnp.where(keep(case, given), weights / (1.0 - case.dropout_rate), 0.0)
-    dropped = dropped.reshape(case.batch, case.kv_heads, case.group, case.queries, case.keys)
-    out = _product("bkgts,bskd->btkgd", dropped.astype(v.dtype), v, dtype)
-    out = out.reshape(case.batch, case.queries, case.heads, case.value_width).astype(v.dtype)
-    return out, weights, lse[..., 0].transpose(0, 2, 1)
+    return mix(case, dropped, v), weights, lse[..., 0].transpose(0, 2, 1)
+
+
+def scores(case: Case, q: Array, k: Array) -> Array:
+    """Scaled products of q (B, T, H, Dh) and k (B, S, K, Dh), (B, H, T, S), before bias and mask."""
+    products = _product("btkgd,bskd->bkgts", _split_heads(case, q), k, case.accumulator)
+    return _merge_heads(case, products) * case.scale
+
+
+def mix(case: Case, weights: Array, v: Array) -> Array:
+    """Sums of v (B, S, K, Dv) by weights (B, H, T, S), (B, T, H, Dv)."""
+    grouped = weights.reshape(case.batch, case.kv_heads, case.group, case.queries, case.keys)
+    out = _product("bkgts,bskd->btkgd", grouped.astype(v.dtype), v, case.accumulator)
+    return out.reshape(case.batch, case.queries, case.heads, case.value_width).astype(v.dtype)
 
 
 def visible(case: Case, given: Inputs) -> Array:

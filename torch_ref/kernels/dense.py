@@ -18,19 +18,17 @@ def attend(case: Case, q: Tensor, k: Tensor, v: Tensor, given: Inputs) -> tuple[
     (q, bad_q), (k, bad_k), (v, bad_v) = clean(q, dtype), clean(k, dtype), clean(v, dtype)
     bad_keys = _to_heads(case, bad_k + bad_v)
 
-    scores = _product("btkgd,bskd->bkgts", _split_heads(case, q), k, dtype)
-    scores = _merge_heads(case, scores) * case.scale
-    scores = scores + bad_q.permute(0, 2, 1)[:, :, :, None] + bad_keys
+    scored = scores(case, q, k) + bad_q.permute(0, 2, 1)[:, :, :, None] + bad_keys
     if given.bias is not None:
-        scores = scores + given.bias.to(dtype)
+        scored = scored + given.bias.to(dtype)
 
     seen = visible(case, given)
     some = torch.any(seen, dim=-1, keepdim=True)
-    scores = torch.where(seen, scores, torch.where(some, -torch.inf, _fill(case, bad_keys)))
+    scored = torch.where(seen, scored, torch.where(some, -torch.inf, _fill(case, bad_keys)))
 
-    peak = torch.amax(scores, dim=-1, keepdim=True).detach()
+    peak = torch.amax(scored, dim=-1, keepdim=True).detach()
     peak = torch.where(peak == -torch.inf, 0.0, peak)
-    powers = torch.exp(scores - peak)
+    powers = torch.exp(scored - peak)
     total = torch.sum(powers, dim=-1, keepdim=True)
     nothing = total == 0.0
     weights = torch.where(seen | ~some, powers / torch.where(nothing, 1.0, total), 0.0)
@@ -39,10 +37,20 @@ def attend(case: Case, q: Tensor, k: Tensor, v: Tensor, given: Inputs) -> tuple[
     dropped = weights
     if case.dropout_rate > 0.0:
         dropped = torch.where(keep(case, given), weights / (1.0 - case.dropout_rate), 0.0)
-    dropped = dropped.reshape(case.batch, case.kv_heads, case.group, case.queries, case.keys)
-    out = _product("bkgts,bskd->btkgd", dropped.to(v.dtype), v, dtype)
-    out = out.reshape(case.batch, case.queries, case.heads, case.value_width).to(v.dtype)
-    return out, weights, lse[..., 0].permute(0, 2, 1)
+    return mix(case, dropped, v), weights, lse[..., 0].permute(0, 2, 1)
+
+
+def scores(case: Case, q: Tensor, k: Tensor) -> Tensor:
+    """Scaled products of q (B, T, H, Dh) and k (B, S, K, Dh), (B, H, T, S), before bias and mask."""
+    products = _product("btkgd,bskd->bkgts", _split_heads(case, q), k, case.accumulator)
+    return _merge_heads(case, products) * case.scale
+
+
+def mix(case: Case, weights: Tensor, v: Tensor) -> Tensor:
+    """Sums of v (B, S, K, Dv) by weights (B, H, T, S), (B, T, H, Dv)."""
+    grouped = weights.reshape(case.batch, case.kv_heads, case.group, case.queries, case.keys)
+    out = _product("bkgts,bskd->btkgd", grouped.to(v.dtype), v, case.accumulator)
+    return out.reshape(case.batch, case.queries, case.heads, case.value_width).to(v.dtype)
 
 
 def visible(case: Case, given: Inputs) -> Tensor:
