@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Each sets up .venv when it is not there or out of date.
+# `make demo`, `make test`, `make bench`: each sets up .venv when it is not there or out of date.
 # PYTHON=python3.12 chooses the interpreter of a new .venv; JAX_PLATFORMS=cuda the device (the processor by default).
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 VENV ?= .venv

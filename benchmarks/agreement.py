@@ -21,7 +21,23 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import cases, inputs, worker
-from benchmarks.cases import OPTIMIZER, SIZES, Attention, Beam, Case, Checkpoint, Copy, Data, Forward, Generate, Matmul, Piece, Start, Train
+from benchmarks.cases import (
+    OPTIMIZER,
+    SIZES,
+    Attention,
+    Beam,
+    Case,
+    Checkpoint,
+    Copy,
+    Data,
+    Forward,
+    Generate,
+    Matmul,
+    ModelCase,
+    Piece,
+    Start,
+    Train,
+)
 from flax_gpt.config import GPTConfig
 from parity_tests import attention_oracle, compare, oracle, tolerances
 from parity_tests.report import Report, Row
@@ -50,7 +66,7 @@ def judge(case: Case, outputs: Outputs) -> Report:
 
 def matmul(report: Report, case: Matmul, outputs: Outputs) -> None:
     a, b = (torch.from_numpy(inputs.rounded(inputs.normal((case.size, case.size), n), case.dtype)).double() for n in range(2))
-    by_rounding(report, case.dtype, outputs, lambda: {"product": inputs.thin((a @ b).numpy())})
+    by_rounding(report, case.dtype, outputs, lambda: {"product": inputs.thin((a[: inputs.PRODUCT_ROWS] @ b).numpy())})
 
 
 def copy(report: Report, case: Copy, outputs: Outputs) -> None:
@@ -90,7 +106,7 @@ def piece(report: Report, case: Piece, outputs: Outputs) -> None:
             report.rows.append(dropout_row(program, case, values))
         return
     x, d_out = (torch.from_numpy(inputs.normal((case.rows, case.width), n)).double() for n in range(2))
-    targets = torch.from_numpy(inputs.tokens(case.width, 1, case.rows)[1][0]).long()
+    targets = torch.from_numpy(inputs.classes(case.rows, case.width)).long()
     weight, bias = torch.ones(case.width, dtype=torch.float64), torch.zeros(case.width, dtype=torch.float64)
     leaves = [t.requires_grad_(True) for t in ((x, weight, bias) if case.layer == "layer_norm" else (x,))]
 
@@ -125,10 +141,10 @@ def dropout_row(program: str, case: Piece, values: Values) -> Row:
 
 
 def forward(report: Report, case: Forward, outputs: Outputs) -> None:
-    size = SIZES[case.size]
+    size = case.model
     rows = inputs.counted_rows(size.batch, size.length)
-    tokens = torch.from_numpy(inputs.tokens(size.config.vocab_size, size.batch, size.length)[0][:rows])
-    model = double(size.config)
+    tokens = torch.from_numpy(inputs.tokens(case)[0][:rows])
+    model = double(size.config, case)
 
     def run() -> Values:
         with torch.no_grad():
@@ -142,18 +158,18 @@ def train(report: Report, case: Train, outputs: Outputs) -> None:
     theirs = {program: values for program, values in outputs.items() if program not in ours}
     for programs, rate in [(ours, case.dropout), (theirs, 0.0)] if case.dropout else [(outputs, 0.0)]:
         if programs:
-            compare.judge(report, case.dtype, programs, *one_step(case.size, rate), reference=REFERENCE if REFERENCE in programs else "")
+            compare.judge(
+                report, case.dtype, programs, *one_step(dataclasses.replace(case, dropout=rate)), reference=REFERENCE if REFERENCE in programs else ""
+            )
 
 
 @functools.cache
-def one_step(size_name: str, rate: float) -> tuple[Values, Values]:
+def one_step(case: Train) -> tuple[Values, Values]:
     """The float64 values of a training step on the rows that count, and their scatter."""
-    size = SIZES[size_name]
-    config = dataclasses.replace(size.config, dropout=rate)
-    model = double(config)
-    tokens, targets = inputs.tokens(config.vocab_size, size.batch, size.length, 0)
+    size, model = case.model, double(case.config, case)
+    tokens, targets = inputs.tokens(case)
     rows = inputs.counted_rows(size.batch, size.length)
-    batch = oracle.Batch(tokens[:rows], targets[:rows], dropout_key=inputs.DROPOUT_KEY if rate else None)
+    batch = oracle.Batch(tokens[:rows], targets[:rows], dropout_key=inputs.DROPOUT_KEY if case.dropout else None)
 
     def run() -> Values:
         found = oracle.torch_steps(model, batch, OPTIMIZER, (1,))
@@ -173,11 +189,11 @@ TIES = 8
 
 def generate(report: Report, case: Generate, outputs: Outputs) -> None:
     """Each token is the float64 model's choice after the tokens before it, or one of two whose logits rounding cannot tell apart."""
-    model = double(case.config)
+    model = double(case.config, case)
     for program, values in outputs.items():
         tokens = values["tokens"].astype(np.int64)
         notes = [] if tokens.shape == (case.batch, case.prompt + case.new) else [f"{program} wrote {tokens.shape}"]
-        if not np.array_equal(tokens[:, : case.prompt], inputs.prompts(case.config.vocab_size, case.batch, case.prompt)):
+        if not np.array_equal(tokens[:, : case.prompt], inputs.prompts(case)):
             notes.append(f"{program} changed the prompt")
         if not notes:
             with torch.no_grad():
@@ -191,9 +207,9 @@ def generate(report: Report, case: Generate, outputs: Outputs) -> None:
         report.rows.append(Row(f"tokens, {program}", "exact", {}, {}, {}, 0.0, note="; ".join(notes)))
 
 
-def double(config: GPTConfig) -> torch.nn.Module:
-    """`torch_ref`'s model of the benchmark's weights in float64, in eval mode."""
-    return oracle.torch_model(config, inputs.weights(config), dtype="float64").eval()
+def double(config: GPTConfig, case: ModelCase) -> torch.nn.Module:
+    """`torch_ref`'s model of the case's weights in float64, in eval mode."""
+    return oracle.torch_model(config, inputs.model_weights(case), dtype="float64").eval()
 
 
 def beam(report: Report, case: Beam, outputs: Outputs) -> None:
@@ -204,8 +220,8 @@ def beam(report: Report, case: Beam, outputs: Outputs) -> None:
         report.rows.append(Row(f"tokens, {program}", "exact", {}, {}, {}, 0.0, note="" if same else f"{program} found other tokens"))
     if not report.ok:
         return
-    text = torch.from_numpy(np.concatenate([inputs.prompts(case.config.vocab_size, case.batch, case.prompt), tokens], axis=1))
-    model = double(case.config)
+    text = torch.from_numpy(np.concatenate([inputs.prompts(case), tokens], axis=1))
+    model = double(case.config, case)
 
     def run() -> Values:
         with torch.no_grad():
@@ -217,9 +233,8 @@ def beam(report: Report, case: Beam, outputs: Outputs) -> None:
 
 
 def start(report: Report, case: Start, outputs: Outputs) -> None:
-    size = SIZES[case.size]
-    batch = oracle.Batch(*inputs.tokens(size.config.vocab_size, size.batch, size.length, 0))
-    model = double(dataclasses.replace(size.config, dropout=0.0))
+    step = Train(size=case.size, dropout=0.0)
+    batch, model = oracle.Batch(*inputs.tokens(step)), double(step.config, step)
     by_rounding(report, case.dtype, outputs, lambda: {"losses": oracle.torch_steps(model, batch, OPTIMIZER, (1,))["losses"]})
 
 
@@ -292,6 +307,7 @@ def decide(case: Case, outputs: Outputs) -> Agreement:
 
 
 def main(folder: Path) -> None:
+    torch.set_num_threads(1)  # thousands of small operations: a second thread would mostly wait for them
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     place = folder / "agreement"
     place.mkdir(exist_ok=True)

@@ -30,6 +30,30 @@ def draw(document: Mapping[str, Any], folder: Path) -> list[Path]:
     return drawn
 
 
+def trained(document: Mapping[str, Any], path: Path) -> Path:
+    """A bar a framework for each case of a trained model, with the spread of its samples."""
+    rows = document["rows"]
+    with style.labels(""):
+        figure = Figure(figsize=(8.5, 3.6), layout="constrained")
+        for axes, row, title in zip(figure.subplots(1, len(rows)), rows, ("a training step", "writing"), strict=True):
+            axes.set_title(f"{title}, {row['amount']:.0f} tokens")
+            if row["error"]:
+                axes.set_axis_off()
+                axes.text(0.5, 0.5, row["error"], ha="center", va="center", wrap=True, transform=axes.transAxes)
+                continue
+            for place, (side, label) in enumerate(SIDES.items()):
+                found = row[side][row["best"][side]]
+                spread = [[found["ms"] - min(found["ms"], found["q1"])], [max(found["ms"], found["q3"]) - found["ms"]]]
+                bar = axes.bar(place, found["ms"], 0.6, yerr=spread, capsize=4, color=COLOURS[side], label=label)
+                axes.bar_label(bar, [f"{found['ms']:.3g} ms"], padding=3)
+            axes.set_xticks(range(len(SIDES)), [f"{label}, {row['best'][side]}" for side, label in SIDES.items()])
+            axes.set(ylabel="ms", xlabel=f"ratio {row['ratio']:.2f}, 95%: {row['low']:.2f} – {row['high']:.2f}")
+            axes.margins(y=0.18)
+            parts.tidy(axes)
+        figure.suptitle("The trained model in both frameworks, outputs compared first")
+        return style.save(figure, path)
+
+
 def ratios(rows: Sequence[Row], document: Mapping[str, Any]) -> Figure | None:
     """A bar a case from 1 to its ratio, with the interval."""
     if not rows:
@@ -66,7 +90,7 @@ def roofline(rows: Sequence[Row], document: Mapping[str, Any]) -> Figure | None:
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.add_subplot()
     intensity = np.geomspace(min(row["flops"] / row["bytes"] for row in shown) / 4, max(row["flops"] / row["bytes"] for row in shown) * 2, 200)
-    lines = {}
+    lines: dict[str, Any] = {}
     for (dtype, peak), dash in zip(flops.items(), ("-", "--"), strict=False):
         axes.plot(intensity, np.minimum(intensity * memory, peak) / 1e9, dash, color="#555555", linewidth=1.3)
         axes.text(intensity[-1], peak / 1e9 * 1.04, f"{dtype}: {peak / 1e9:.0f} GFLOP/s in a matrix product", ha="right", fontsize=8.5)
@@ -80,10 +104,11 @@ def roofline(rows: Sequence[Row], document: Mapping[str, Any]) -> Figure | None:
                                  markerfacecolor=face, markersize=6, alpha=0.85)  # fmt: skip
             lines.setdefault(f"{label}, {' '.join(kind)}", point)
     axes.set(xscale="log", yscale="log", xlabel="model FLOPs a byte of inputs and results", ylabel="GFLOP/s")
-    plain(axes.xaxis), plain(axes.yaxis)
+    plain(axes.xaxis)
+    plain(axes.yaxis)
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(lines.values(), lines.keys(), fontsize=8.5, loc="upper left", framealpha=0.9)
+    axes.legend(list(lines.values()), list(lines), fontsize=8.5, loc="upper left", framealpha=0.9)
     figure.suptitle(f"Under the roof: measured products, and copies at {memory / 1e9:.1f} GB/s", fontsize=12)
     return figure
 
@@ -134,12 +159,13 @@ def curves(axes: Axes, series: list[tuple[str, list[Row]]], x: Callable[[Row], f
         for side, label in SIDES.items():
             best = [row[side][row["best"][side]] for row in rows]
             middle = [y(row, found["ms"]) for row, found in zip(rows, best, strict=True)]
-            ends = [[y(row, end(found["processes"])) for row, found in zip(rows, best, strict=True)] for end in (min, max)]
+            low, high = ([y(row, end(found["processes"])) for row, found in zip(rows, best, strict=True)] for end in (min, max))
             places = [x(row) for row in rows]
             axes.plot(places, middle, style_, marker=marker, markersize=4.5, color=COLOURS[side], label=f"{label}, {name}", linewidth=1.4)
-            axes.fill_between(places, *ends, color=COLOURS[side], alpha=0.15, linewidth=0)
+            axes.fill_between(places, low, high, color=COLOURS[side], alpha=0.15, linewidth=0)
     axes.set(xscale="log", yscale="log")
-    plain(axes.xaxis, sorted(ticks)), plain(axes.yaxis)
+    plain(axes.xaxis, sorted(ticks))
+    plain(axes.yaxis)
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8.5)

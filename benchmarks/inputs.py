@@ -1,8 +1,11 @@
 """The same weights and the same batches for both workers, in numpy."""
 
-import numpy as np
+from pathlib import Path
 
-from benchmarks.cases import Attention
+import numpy as np
+from safetensors.numpy import load_file
+
+from benchmarks.cases import Attention, Beam, Generate, ModelCase
 from flax_gpt.config import INIT_STD, GPTConfig
 from flax_gpt.weights.torch_names import MINIGPT
 
@@ -54,18 +57,38 @@ def weights(config: GPTConfig) -> dict[str, np.ndarray]:
     return {MINIGPT.to_file(name): array.astype(np.float32) for name, array in named.items()}
 
 
-def tokens(vocab_size: int, batch: int, length: int, number: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """tokens and targets (B, T) int32: the target is the token that follows."""
-    rows = np.random.default_rng(100 + number).integers(0, vocab_size, (batch, length + 1), dtype=np.int32)
+def model_weights(case: ModelCase) -> dict[str, np.ndarray]:
+    """Those of the case's model: `weights`, or the trained ones."""
+    return load_file(Path(case.trained) / "weights.safetensors") if case.trained else weights(case.model.config)
+
+
+def tokens(case: ModelCase, number: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """tokens and targets (B, T) int32 of a training batch: the target is the token that follows."""
+    size, rng = case.model, np.random.default_rng(100 + number)
+    if case.trained:
+        corpus = np.load(Path(case.trained) / "tokens.npy")
+        starts = rng.integers(0, len(corpus) - size.length, (size.batch, 1))
+        rows = corpus[starts + np.arange(size.length + 1)].astype(np.int32)
+    else:
+        rows = rng.integers(0, size.config.vocab_size, (size.batch, size.length + 1), dtype=np.int32)
     return rows[:, :-1].copy(), rows[:, 1:].copy()
 
 
-def prompts(vocab_size: int, batch: int, length: int) -> np.ndarray:
+def classes(rows: int, width: int) -> np.ndarray:
+    """(rows,) int32 in [0, width)."""
+    return np.random.default_rng(90).integers(0, width, rows, dtype=np.int32)
+
+
+def prompts(case: Generate | Beam) -> np.ndarray:
     """(B, T) int32."""
-    return tokens(vocab_size, batch, length, 50)[0]
+    rng, shape = np.random.default_rng(80), (case.batch, case.prompt)
+    if case.trained:
+        corpus = np.load(Path(case.trained) / "tokens.npy")
+        return corpus[rng.integers(0, len(corpus) - case.prompt, (case.batch, 1)) + np.arange(case.prompt)].astype(np.int32)
+    return rng.integers(0, case.config.vocab_size, shape, dtype=np.int32)
 
 
-COUNTED_TOKENS = 256
+COUNTED_TOKENS = 128
 """Tokens whose loss counts in the batch that is compared: the float64 truth is computed for their rows alone."""
 
 
@@ -73,6 +96,9 @@ def counted_rows(batch: int, length: int) -> int:
     """Rows of the compared batch that count; all rows go through the program that is timed, the others with a weight of 0."""
     return max(1, min(batch, COUNTED_TOKENS // length))
 
+
+PRODUCT_ROWS = 64
+"""Rows of a large product that are compared."""
 
 SAMPLED = 2048
 

@@ -3,7 +3,6 @@
 Everything is jitted once outside the loop; the training state is donated; the model, its step and attention are `flax_gpt`'s own.
 """
 
-import atexit
 import itertools
 import os
 import shutil
@@ -70,7 +69,12 @@ def program(function: Any, arguments: tuple[Any, ...], names: tuple[str, ...], *
 
 def matmul(case: Matmul, variant: str) -> Program:
     a, b = (jnp.asarray(inputs.rounded(inputs.normal((case.size, case.size), n), case.dtype), case.dtype) for n in range(2))
-    return program(jax.jit(jnp.matmul), (a, b), ("product",))
+    function = jax.jit(jnp.matmul)
+
+    def outputs() -> dict[str, np.ndarray]:
+        return {"product": inputs.thin(np.asarray(function(a, b)[: inputs.PRODUCT_ROWS].astype(jnp.float32)))}
+
+    return Program(lambda: function(a, b), outputs, wait)
 
 
 def copy(case: Copy, variant: str) -> Program:
@@ -86,66 +90,64 @@ def copy(case: Copy, variant: str) -> Program:
 
 
 def attention(case: Attention, variant: str) -> Program:
-    q, k, v, d_out = (jnp.asarray(x, case.dtype) for x in inputs.attention(case))
+    arrays = [jnp.asarray(x, case.dtype) for x in inputs.attention(case)]
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return attend(q, k, v, causal=case.causal)
 
-    def both(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> tuple[jax.Array, ...]:
         out, pull = jax.vjp(forward, q, k, v)
         return out, *pull(d_out)
 
-    function = jax.jit(both if case.backward else forward)
+    function, arguments = jax.jit(both if case.backward else forward), arrays if case.backward else arrays[:3]
 
     def outputs() -> dict[str, np.ndarray]:
-        found = function(q, k, v)
+        found = function(*arguments)
         found = found if case.backward else (found,)
         return {name: np.asarray(x.astype(jnp.float32)) for name, x in zip(("out", "dq", "dk", "dv"), found, strict=False)}
 
-    return Program(lambda: function(q, k, v), outputs, wait, facts={"kernel": explain(q, k, v, causal=case.causal).chosen})
+    return Program(lambda: function(*arguments), outputs, wait, facts={"kernel": explain(*arrays[:3], causal=case.causal).chosen})
 
 
 def piece(case: Piece, variant: str) -> Program:
     x, d_out = (jnp.asarray(inputs.normal((case.rows, case.width), n)) for n in range(2))
     if case.layer == "cross_entropy":
-        targets = jnp.asarray(inputs.tokens(case.width, 1, case.rows)[1][0])
-        return program(jax.jit(jax.value_and_grad(lambda x: cross_entropy(x, targets))), (x,), ("loss", "dx"))
+        targets = jnp.asarray(inputs.classes(case.rows, case.width))
+        return program(jax.jit(jax.value_and_grad(cross_entropy)), (x, targets), ("loss", "dx"))
     if case.layer == "layer_norm":
-        layer = nnx.LayerNorm(case.width, epsilon=1e-5, use_fast_variance=False, rngs=nnx.Rngs(0))
-        graph, state = nnx.split(layer)
+        graph, state = nnx.split(nnx.LayerNorm(case.width, epsilon=1e-5, use_fast_variance=False, rngs=nnx.Rngs(0)))
 
-        def norm(x: jax.Array, state: Any) -> tuple[jax.Array, ...]:
+        def norm(x: jax.Array, state: Any, d_out: jax.Array) -> tuple[jax.Array, ...]:
             out, pull = jax.vjp(lambda x, state: nnx.merge(graph, state)(x), x, state)
             d_x, d_state = pull(d_out)
             return out, d_x, d_state["scale"][...], d_state["bias"][...]
 
-        return program(jax.jit(norm), (x, state), ("out", "dx", "dweight", "dbias"))
-    key = jnp.asarray(inputs.DROPOUT_KEY)
+        return program(jax.jit(norm), (x, state, d_out), ("out", "dx", "dweight", "dbias"))
     layers = {
-        "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-        "dropout": lambda x: dropout(x, 0.1, Draw(key, jnp.uint32(0)), "benchmark"),
+        "gelu": lambda x, key: jax.nn.gelu(x, approximate=False),
+        "dropout": lambda x, key: dropout(x, 0.1, Draw(key, jnp.uint32(0)), "benchmark"),
     }
 
-    def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out, pull = jax.vjp(layers[case.layer], x)
+    def both(x: jax.Array, key: jax.Array, d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out, pull = jax.vjp(lambda x: layers[case.layer](x, key), x)
         return out, pull(d_out)[0]
 
-    return program(jax.jit(both), (x,), ("out", "dx"))
+    return program(jax.jit(both), (x, jnp.asarray(inputs.DROPOUT_KEY), d_out), ("out", "dx"))
 
 
-def model(config: GPTConfig) -> MiniGPT:
+def model(config: GPTConfig, weights: dict[str, np.ndarray]) -> MiniGPT:
     made = MiniGPT(config, rngs=nnx.Rngs(0))
-    tree.load_weights(made, inputs.weights(config))
+    tree.load_weights(made, weights)
     made.dropout.seed_key[...] = jnp.asarray(inputs.DROPOUT_KEY)
     return made
 
 
 def forward(case: Forward, variant: str) -> Program:
-    size = SIZES[case.size]
-    made = model(size.config)
+    size = case.model
+    made = model(size.config, inputs.model_weights(case))
     made.eval()
     graph, weights = nnx.split(made)
-    batch = jnp.asarray(inputs.tokens(size.config.vocab_size, size.batch, size.length)[0])
+    batch = jnp.asarray(inputs.tokens(case)[0])
     function = jax.jit(lambda weights, tokens: nnx.merge(graph, weights)(tokens)[0])
     rows = inputs.counted_rows(size.batch, size.length)
 
@@ -162,8 +164,8 @@ def kernel_of(config: GPTConfig, batch: int, length: int) -> dict[str, Any]:
 
 
 def train(case: Train, variant: str) -> Program:
-    size, config = SIZES[case.size], case.config
-    made = model(config)
+    size, config = case.model, case.config
+    made = model(config, inputs.model_weights(case))
     graph, params, rest = split_model(made)
     optimizer = make_optimizer(OPTIMIZER, 1)
     step = make_step(graph, optimizer, lambda completed: completed % 10 == 0)
@@ -190,23 +192,23 @@ def train(case: Train, variant: str) -> Program:
 
 def one_batch(case: Train, number: int, rows: int | None = None) -> Batch:
     """A batch on the device, of which the first `rows` count; None: all."""
-    size = SIZES[case.size]
-    tokens, targets = inputs.tokens(case.config.vocab_size, size.batch, size.length, number)
+    size = case.model
+    tokens, targets = inputs.tokens(case, number)
     weights = np.ones(tokens.shape, np.float32)
     weights[size.batch if rows is None else rows :] = 0
     return jax.device_put(Batch(tokens, targets, weights))
 
 
 def generate(case: Generate, variant: str) -> Program:
-    made = model(case.config)
-    prompts = inputs.prompts(case.config.vocab_size, case.batch, case.prompt)
+    made = model(case.config, inputs.model_weights(case))
+    prompts = inputs.prompts(case)
     run = lambda: sampling.generate(made, prompts, case.new, temperature=0.0)
     return Program(run, lambda: {"tokens": run()})
 
 
 def beam(case: Beam, variant: str) -> Program:
-    made = model(case.config)
-    prompts = inputs.prompts(case.config.vocab_size, case.batch, case.prompt)
+    made = model(case.config, inputs.model_weights(case))
+    prompts = inputs.prompts(case)
     run = lambda: beam_search(made, prompts, case.new, beams=case.beams)
 
     def outputs() -> dict[str, np.ndarray]:
@@ -216,24 +218,21 @@ def beam(case: Beam, variant: str) -> Program:
     return Program(run, outputs)
 
 
-_filled: list[str] = []
-
-
 def start(case: Start, variant: str) -> Program:
-    """A new interpreter that runs `first_step`; 'warm' finds the compilation cache that 'cold' has left."""
-    if variant == "cold" or not _filled:
-        _filled.append(tempfile.mkdtemp(prefix="flax-gpt-bench-"))
-    losses = {}
+    """A new interpreter that runs `first_step`, its compilation cache empty ('cold') or left by one before it ('warm')."""
+    folder = tempfile.TemporaryDirectory(prefix="flax-gpt-bench-")
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": folder.name}
+    losses: dict[str, np.ndarray] = {}
 
-    def run() -> None:
+    def run() -> dict[str, np.ndarray]:
         if variant == "cold":
-            shutil.rmtree(_filled[-1], ignore_errors=True)
-        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": _filled[-1]}
+            shutil.rmtree(folder.name, ignore_errors=True)
         losses["losses"] = worker.first_step("benchmarks.jax_worker", case, variant, environment)
+        return losses
 
     if variant == "warm":
-        atexit.register(shutil.rmtree, _filled[-1], ignore_errors=True)
-    return Program(run, lambda: losses or (run(), losses)[1], once=True)
+        run()
+    return Program(run, lambda: losses, once=True, keep=folder)
 
 
 def first_step(case: Start, variant: str) -> float:
@@ -244,7 +243,7 @@ def first_step(case: Start, variant: str) -> float:
 
 
 def checkpoint(case: Checkpoint, variant: str) -> Program:
-    made = model(SIZES[case.size].config)
+    made = model(SIZES[case.size].config, inputs.weights(SIZES[case.size].config))
     _, params, rest = split_model(made)
     arrays = to_arrays(new_state(params, rest, make_optimizer(OPTIMIZER, 1)))
     folder = tempfile.TemporaryDirectory(prefix="flax-gpt-bench-")

@@ -23,13 +23,13 @@ def write(folder: Path) -> dict[str, Any]:
     return document
 
 
-HEADER = ("case", "JAX ms", "torch ms", "torch ran", "ratio", "95% interval", "of the roof", "rejected")
+HEADER = ("case", "JAX ms", "torch ms", "torch ran", "ratio", "95% interval", "of the roof", "first run s", "memory MiB", "rejected")
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """A row of the table: figures, or the error."""
+    """A row of the table: figures, JAX / torch where there are two, or the error."""
     if row["error"]:
-        return [row["name"], *("–",) * 3, row["error"], *("",) * 3]
+        return [row["name"], *("–",) * 3, row["error"], *("",) * 5]
     jax, torch = (row[side][row["best"][side]] for side in results.SIDES)
     share = " / ".join(f"{100 * row['share'][side]:.0f}%" for side in results.SIDES) if row["share"] else ""
     return [
@@ -40,6 +40,8 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         f"{row['ratio']:.2f}",
         f"{row['low']:.2f} – {row['high']:.2f}",
         share,
+        " / ".join(f"{found['first_s'][0]:.1f}" for found in (jax, torch)),
+        " / ".join("" if found["peak_bytes"] is None else f"{found['peak_bytes'] / 2**20:.0f}" for found in (jax, torch)),
         f"{jax['rejected']} + {torch['rejected']}",
     ]
 

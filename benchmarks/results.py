@@ -9,8 +9,9 @@
                  best: {"jax" | "torch": variant}, ratio, low, high, share: {"jax" | "torch": part of the ceiling}}]
 
 Figures: ms (median over processes of each one's median), q1, q3, min (over all samples), processes (each one's median), samples, rejected, cpu_ms,
-first_s (each process's first run, compilation included), peak_bytes, watts, facts, or error. Times are of one run, in milliseconds. A ratio above 1
-means that JAX is faster; low and high bound it in 95 of 100 bootstrap draws. `unit` and `amount` say what a run does, such as 480 tokens.
+first_s (each process's first run, compilation included), peak_bytes (the most that runs took beyond what was held), watts, facts; or error. Times
+are of one run, in milliseconds. A ratio above 1 means that JAX is faster; low and high bound it in 95 of 100 bootstrap draws. `unit` and `amount`
+say what a run does, such as 480 tokens.
 """
 
 import json

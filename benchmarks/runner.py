@@ -44,7 +44,8 @@ class Settings:
 
 
 SETTINGS = {
-    "quick": Settings("quick", 3, 0.5, 120),
+    "demo": Settings("demo", 2, 0.3, 120),
+    "quick": Settings("quick", 3, 0.3, 120),
     "standard": Settings("standard", 5, 0.6, 300),
     "full": Settings("full", 5, 1.0, 1800),
 }

@@ -4,6 +4,7 @@ Eager and torch.compile, SDPA, AdamW in its fused in-place form, gradients set t
 """
 
 import itertools
+import math
 import os
 import shutil
 import sys
@@ -24,6 +25,7 @@ from benchmarks.worker import Program
 from flax_gpt.config import GPTConfig
 from torch_ref.training.optimizer import decays
 
+CLIP = OPTIMIZER.clip or math.inf
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("JAX_PLATFORMS", "") != "cpu" else "cpu"
 
 
@@ -88,7 +90,8 @@ def to_numpy(x: torch.Tensor) -> np.ndarray:
 
 def matmul(case: Matmul, variant: str) -> Program:
     a, b = (tensor(inputs.normal((case.size, case.size), n), case.dtype) for n in range(2))
-    return program(torch.inference_mode()(torch.matmul), (a, b), ("product",))
+    function = torch.inference_mode()(torch.matmul)
+    return Program(lambda: function(a, b), lambda: {"product": inputs.thin(to_numpy(function(a, b)[: inputs.PRODUCT_ROWS]))}, wait)
 
 
 def copy(case: Copy, variant: str) -> Program:
@@ -121,7 +124,7 @@ def piece(case: Piece, variant: str) -> Program:
     x, d_out = (tensor(inputs.normal((case.rows, case.width), n)) for n in range(2))
     x.requires_grad_(True)
     if case.layer == "cross_entropy":
-        targets = tensor(inputs.tokens(case.width, 1, case.rows)[1][0]).long()
+        targets = tensor(inputs.classes(case.rows, case.width)).long()
         loss = compiled(F.cross_entropy, variant)
 
         def both() -> tuple[torch.Tensor, ...]:
@@ -144,14 +147,14 @@ def piece(case: Piece, variant: str) -> Program:
     return program(run, (), tuple(names))
 
 
-def model(config: GPTConfig) -> FastGPT:
-    return FastGPT(config, inputs.weights(config)).to(DEVICE)
+def model(config: GPTConfig, weights: dict[str, np.ndarray]) -> FastGPT:
+    return FastGPT(config, weights).to(DEVICE)
 
 
 def forward(case: Forward, variant: str) -> Program:
-    size = SIZES[case.size]
-    made = compiled(model(size.config).eval(), variant)
-    batch = tensor(inputs.tokens(size.config.vocab_size, size.batch, size.length)[0])
+    size = case.model
+    made = compiled(model(size.config, inputs.model_weights(case)).eval(), variant)
+    batch = tensor(inputs.tokens(case)[0])
     rows = inputs.counted_rows(size.batch, size.length)
     function = torch.inference_mode()(made) if variant == "eager" else torch.no_grad()(made)
     return Program(lambda: function(batch), lambda: {"logits": inputs.thin(to_numpy(function(batch)[:rows]))}, wait)
@@ -165,8 +168,8 @@ def optimizer_of(made: FastGPT) -> torch.optim.Optimizer:
 
 
 def train(case: Train, variant: str) -> Program:
-    size = SIZES[case.size]
-    made = model(case.config).train()
+    size = case.model
+    made = model(case.config, inputs.model_weights(case)).train()
     loss_of = compiled(made.loss, variant)
     optimizer = optimizer_of(made)
     batches = [one_batch(case, number) for number in range(4)]
@@ -175,7 +178,7 @@ def train(case: Train, variant: str) -> Program:
         optimizer.zero_grad(set_to_none=True)
         loss = loss_of(tokens, targets)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(made.parameters(), OPTIMIZER.clip)
+        norm = torch.nn.utils.clip_grad_norm_(made.parameters(), CLIP)
         optimizer.step()
         return loss, norm
 
@@ -185,7 +188,7 @@ def train(case: Train, variant: str) -> Program:
 
     def outputs() -> dict[str, np.ndarray]:
         nonlocal optimizer
-        made.load(inputs.weights(case.config))
+        made.load(inputs.model_weights(case))
         optimizer = optimizer_of(made)
         made.train(case.dropout == 0)  # torch draws dropout's numbers from a generator of its own
         tokens, targets = one_batch(case, 0)
@@ -202,15 +205,14 @@ def train(case: Train, variant: str) -> Program:
 
 
 def one_batch(case: Train, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    size = SIZES[case.size]
-    tokens, targets = inputs.tokens(case.config.vocab_size, size.batch, size.length, number)
+    tokens, targets = inputs.tokens(case, number)
     return tensor(tokens), tensor(targets).long()
 
 
 def generate(case: Generate, variant: str) -> Program:
     """Eager steps look at the filled part of the cache; compiled ones, whose shapes must not change, at all of it behind a mask."""
-    made = model(case.config).eval()
-    prompts = tensor(inputs.prompts(case.config.vocab_size, case.batch, case.prompt)).long()
+    made = model(case.config, inputs.model_weights(case)).eval()
+    prompts = tensor(inputs.prompts(case)).long()
     cache = made.cache(case.batch, case.max_len)
     places = torch.arange(case.max_len, device=DEVICE)
 
@@ -219,10 +221,11 @@ def generate(case: Generate, variant: str) -> Program:
 
     step = made.step if variant == "eager" else compiled(masked, variant)
     positions = range(case.max_len) if variant == "eager" else places.split(1)
-    whole = torch.compile(made, fullgraph=True, dynamic=True) if variant == "compile" else made
+    whole = made if variant == "eager" else torch.compile(made, fullgraph=True, dynamic=True)
+    prefill = compiled(made.prefill, variant) if case.new == 1 else made.prefill
 
     def cached() -> torch.Tensor:
-        found = [prompts, made.prefill(prompts, cache).argmax(-1, keepdim=True)]
+        found = [prompts, prefill(prompts, cache).argmax(-1, keepdim=True)]
         for position in positions[case.prompt : case.prompt + case.new - 1]:
             found.append(step(found[-1], cache, position).argmax(-1, keepdim=True))
         return torch.cat(found, dim=1)
@@ -240,9 +243,9 @@ def generate(case: Generate, variant: str) -> Program:
 
 
 def beam(case: Beam, variant: str) -> Program:
-    made = model(case.config).eval()
+    made = model(case.config, inputs.model_weights(case)).eval()
     B, K, V = case.batch, case.beams, case.config.vocab_size
-    prompts = tensor(inputs.prompts(V, B, case.prompt)).long()
+    prompts = tensor(inputs.prompts(case)).long()
     rows = torch.arange(B, device=DEVICE)[:, None]
 
     @torch.inference_mode()
@@ -266,12 +269,13 @@ def beam(case: Beam, variant: str) -> Program:
 
 def start(case: Start, variant: str) -> Program:
     """A new interpreter that runs `first_step`."""
-    losses = {}
+    losses: dict[str, np.ndarray] = {}
 
-    def run() -> None:
+    def run() -> dict[str, np.ndarray]:
         losses["losses"] = worker.first_step("benchmarks.torch_worker", case, variant, os.environ)
+        return losses
 
-    return Program(run, lambda: losses or (run(), losses)[1], once=True)
+    return Program(run, lambda: losses, once=True)
 
 
 def first_step(case: Start, variant: str) -> float:
@@ -279,7 +283,7 @@ def first_step(case: Start, variant: str) -> float:
 
 
 def checkpoint(case: Checkpoint, variant: str) -> Program:
-    made = model(SIZES[case.size].config)
+    made = model(SIZES[case.size].config, inputs.weights(SIZES[case.size].config))
     optimizer = optimizer_of(made)
     for parameter in made.parameters():
         parameter.grad = torch.zeros_like(parameter)

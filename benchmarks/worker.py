@@ -56,7 +56,7 @@ class Side:
     setup: Callable[[int], dict[str, Any]]
     """Sets threads and precision, and says what holds for the whole process."""
     device_peak: Callable[[], int | None]
-    """Most bytes in use on an accelerator so far; None on the processor."""
+    """Most bytes in use on an accelerator, since the last call where that can be asked; None on the processor."""
     first_step: Callable[[Any, str], float]
     """The loss of one training step, for a process that does nothing else."""
 
@@ -69,25 +69,37 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def measure(side: Side, case: Case, variant: str, seconds: float, outputs: Path | None) -> dict[str, Any]:
-    """Builds, runs once, writes what is compared when a file for it is given, and times."""
+    """Builds, runs once, writes what is compared when a file for it is given, and times; a program that runs once is timed as it does."""
     program = side.builders[case.kind](case, variant)
     start = time.perf_counter()
     if not program.once:
         program.wait(program.run())
     first = time.perf_counter() - start
-    if outputs is not None:
-        outputs.parent.mkdir(parents=True, exist_ok=True)
-        temporary = outputs.with_name(outputs.name + ".tmp")
-        with open(temporary, "wb") as file:
-            np.savez(file, **dict[str, Any](program.outputs()))
-        os.replace(temporary, outputs)
+    if outputs is not None and not program.once:
+        save(program, outputs)
     timing.forget_peak()
-    resident, energy, began = timing.resident_bytes(), timing.joules(), time.perf_counter()
-    found = timing.sample(program.run, program.wait, seconds=seconds, chained=program.chained, once=program.once)
+    before, resident, energy, began = side.device_peak(), timing.resident_bytes(), timing.joules(), time.perf_counter()
+    # On an accelerator runs queue up behind each other, and waiting for each would time the queue.
+    chained = program.chained or before is not None
+    found = timing.sample(program.run, program.wait, seconds=seconds, chained=chained, once=program.once)
     spent, after, peak, device = time.perf_counter() - began, timing.joules(), timing.resident_bytes("VmHWM"), side.device_peak()
-    host = None if resident is None or peak is None else max(0, peak - resident)
+    if outputs is not None and program.once:
+        save(program, outputs)
+    if before is None:
+        used = None if resident is None or peak is None else max(0, peak - resident)
+    else:
+        used = device if device != before else None
     watts = None if energy is None or after is None else (after - energy) / spent
-    return found | {"first_s": first, "peak_bytes": host if device is None else device, "watts": watts, "facts": program.facts}
+    return found | {"first_s": first, "peak_bytes": used, "watts": watts, "facts": program.facts}
+
+
+def save(program: Program, path: Path) -> None:
+    """Writes what is compared."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        np.savez(file, **dict[str, Any](program.outputs()))
+    os.replace(temporary, path)
 
 
 def main(side: Side, arguments: list[str]) -> None:
@@ -150,8 +162,10 @@ def epoch(batches: Iterable[tuple[Any, Any]]) -> dict[str, np.ndarray]:
 
 
 def variants(case: Case, side: str, level: str) -> tuple[str, ...]:
-    """How a side runs a case at this level."""
+    """How a side runs a case at this level; the demo has no half minute for torch's compiler."""
     chosen = case.variants[side]
+    if level == "demo":
+        return tuple(variant for variant in chosen if variant != "compile")
     return (*chosen, "max-autotune") if level == "full" and "compile" in chosen else chosen
 
 

@@ -253,15 +253,15 @@ def beside_torch(module: str, command: str) -> ModuleType:
 
 
 def demo(*, out: Path = Path("demo")) -> None:
-    """Trains on the shipped text, writes, draws, and compares the result with PyTorch; a few minutes on two cores.
+    """Trains on the shipped text, writes, draws, compares the result with PyTorch and times both; a few minutes on two cores.
 
     Args:
         out: Where a new numbered folder is made; nothing that lies there is touched.
     """
-    run_parity = beside_torch("parity_tests.run_parity", "demo")
+    run_parity, trained = beside_torch("parity_tests.run_parity", "demo"), beside_torch("benchmarks.trained", "demo")
     from flax_gpt.cli.demo import demo
 
-    demo(out, run_parity)
+    demo(out, run_parity, trained)
 
 
 def bench(

@@ -146,8 +146,8 @@ def test_attention_that_is_wrong_in_one_head_is_found() -> None:
 
 def test_a_token_that_the_model_would_not_choose_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Generate(prompt=4, new=3, max_len=16)
-    tokens = inputs.prompts(case.config.vocab_size, 1, 4).astype(np.int64)
-    model = agreement.double(case.config)
+    tokens = inputs.prompts(case).astype(np.int64)
+    model = agreement.double(case.config, case)
     import torch
 
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The whole in one command: trains, writes, draws, and holds the result against PyTorch."""
+"""The whole in one command: trains, writes, draws, holds the result against PyTorch, and times both."""
 
 import contextlib
 import itertools
@@ -15,6 +15,7 @@ from flax_gpt.errors import RunError
 from flax_gpt.figures import attention
 from flax_gpt.generation.sampling import stream
 from flax_gpt.random import key_from_seed
+from flax_gpt.training.data import load_corpus
 from flax_gpt.training.loop import Run, train
 
 PROMPTS = {"chinese": "春天，", "english": "In the morning "}
@@ -23,26 +24,37 @@ NEW_TOKENS = 160
 SAMPLING = SampleConfig(temperature=0.6, top_k=20)
 
 
-def demo(out: Path, run_parity: ModuleType) -> None:
-    """Leaves everything in a new numbered folder of `out`; nothing that lies there is touched. Raises RunError when the frameworks differ."""
+def demo(out: Path, run_parity: ModuleType, trained: ModuleType) -> None:
+    """Leaves everything in a new numbered folder of `out`; nothing that lies there is touched. Raises RunError when the frameworks differ.
+
+    run_parity, trained: the modules of `parity_tests` and `benchmarks`, which are beyond the wall.
+    """
     console = Console(highlight=False, soft_wrap=True)
     began = time.monotonic()
     folder = new_folder(out)
 
-    console.rule("1 of 4: train a GPT on the Chinese and English text that the package ships")
+    console.rule("1 of 5: train a GPT on the Chinese and English text that the package ships")
     run = train(GPT_PRESETS["demo"], TrainConfig.preset("demo"), None, folder / "run")
 
-    console.rule("2 of 4: let it write")
+    console.rule("2 of 5: let it write")
     (folder / "text.txt").write_text("".join(write(run, prompt) for prompt in PROMPTS.values()), encoding="utf-8")
 
-    console.rule("3 of 4: draw what it attends to")
+    console.rule("3 of 5: draw what it attends to")
     pictures = {name: attention.draw(run, sentence, folder / f"attention-{name}") for name, sentence in SENTENCES.items()}
 
-    console.rule("4 of 4: compare it with PyTorch, tensor by tensor")
+    console.rule("4 of 5: compare it with PyTorch, tensor by tensor")
     report = run_parity.run(run.folder)
     with open(folder / "parity.txt", "w", encoding="utf-8") as file:
         report.print(Console(file=file, width=140))
     console.print(report.summary())
+
+    console.rule("5 of 5: time it beside PyTorch")
+    corpus = load_corpus(tokenizer=run.tokenizer)
+    document = trained.measure(run.model, run.train_config.batch_size, corpus.tokens, folder / "speed")
+    for line in trained.sentences(document):
+        console.print(line)
+    console.print("torch ran eagerly: its compiler alone takes half a minute; flax-gpt bench has it")
+    differing = trained.differing(document)
 
     table = Table(title=f"{folder}: done in {time.monotonic() - began:.0f} seconds", title_justify="left", show_header=False)
     for what, path in {
@@ -51,12 +63,15 @@ def demo(out: Path, run_parity: ModuleType) -> None:
         "what it wrote": folder / "text.txt",
         **{f"what it attends to, {name}": paths[0].parent for name, paths in pictures.items()},
         "equal to PyTorch" if report.ok else "[red]differs from PyTorch[/red]": folder / "parity.txt",
+        "timed beside PyTorch": folder / "speed" / "speed.png",
     }.items():
         table.add_row(what, str(path.relative_to(folder)))
     console.print(table)
     console.print(f"Go on with: flax-gpt generate {run.folder} --prompt '{PROMPTS['english']}'")
     if not report.ok:
         raise RunError(report.summary())
+    if differing:
+        raise RunError(differing[0])
 
 
 def new_folder(out: Path) -> Path:
