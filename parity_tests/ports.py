@@ -377,9 +377,9 @@ class Inside:
 def _layouts(case: Case, ours: Values, theirs: Values) -> dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]]:
     """{our tap: (theirs, what brings its array to our layout)}, for those that have a counterpart of as many elements."""
     modules, found = modules_of(case), {}
+    images = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in case.theirs.modules.values())
     for name, their_name in taps.pair(list(ours), list(theirs), modules).items():
-        module = case.theirs.modules.get(modules.get(taps.path_of(name), ""))
-        layout = taps.in_layout(theirs[their_name], ours[name].shape, isinstance(module, torch.nn.modules.conv._ConvNd), ours[name])
+        layout = taps.in_layout(theirs[their_name], ours[name].shape, images, ours[name])
         if layout is not None:
             axes, shape = layout
             found[name] = (their_name, lambda x, axes=axes, shape=shape: x.transpose(axes).reshape(shape))

@@ -560,15 +560,19 @@ def in_layout(
         return None
     same = tuple(range(theirs.ndim))
     last = (0, *range(2, theirs.ndim), 1) if theirs.ndim > 2 else same
-    first = last if channels_first else same
-    if tuple(theirs.shape[i] for i in first) == ours:
-        return first, ours
+    order = [axes for axes in ((last, same) if channels_first and theirs.ndim > 3 else (same,)) if tuple(theirs.shape[i] for i in axes) == ours]
+    if len(order) > 1 and reference is not None:  # as many channels as rows and columns
+        order.sort(key=lambda axes: float(np.max(np.abs(theirs.transpose(axes) - reference), initial=0.0)))
+    if order:
+        return order[0], ours
 
     def fits(axes: tuple[int, ...]) -> bool:
         cuts = [set(np.cumprod(shape).tolist()) for shape in (tuple(theirs.shape[i] for i in axes), ours)]
         return cuts[0] <= cuts[1] or cuts[1] <= cuts[0]
 
-    options = [axes for axes in (first, last, *itertools.permutations(same)) if fits(axes)] if theirs.ndim <= 5 else []
+    options = (
+        [axes for axes in (*((last,) if channels_first else ()), same, last, *itertools.permutations(same)) if fits(axes)] if theirs.ndim <= 5 else []
+    )
     if len(options) > 1 and reference is not None:
         with np.errstate(invalid="ignore"):
             distance = lambda axes: float(np.max(np.nan_to_num(np.abs(theirs.transpose(axes).reshape(ours) - reference), nan=0.0), initial=0.0))

@@ -385,3 +385,34 @@ def test_layouts_of_values():
     axes, shape = taps.in_layout(sequence_first, (4, 6, 5), False, sequence_first.transpose(1, 0, 2))
     assert np.array_equal(sequence_first.transpose(axes), sequence_first.transpose(1, 0, 2))
     assert taps.in_layout(x, (2, 3, 4), False) is None
+
+
+def test_convolutions_and_running_statistics():
+    """Images of two layouts; buffers that are compared and have no gradient; a map that is flattened in two orders."""
+
+    class Net(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.conv = nnx.Conv(3, 4, (3, 3), padding="SAME", rngs=rngs)
+            self.norm = nnx.BatchNorm(4, epsilon=1e-5, rngs=rngs)
+            self.groups = nnx.GroupNorm(4, num_groups=2, epsilon=1e-5, rngs=rngs)
+            self.head = nnx.Linear(16, 3, rngs=rngs)
+
+        def __call__(self, images):
+            x = self.groups(jax.nn.relu(self.norm(self.conv(images))))
+            x = nnx.avg_pool(x, (2, 2), strides=(2, 2))
+            return self.head(x.transpose(0, 3, 1, 2).reshape(x.shape[0], -1))
+
+    torch.manual_seed(0)
+    parts = (nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.GroupNorm(2, 4), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
+    theirs = nn.Sequential(*parts)
+    images = np.random.default_rng(2).standard_normal((2, 4, 4, 3)).astype(np.float32)
+    for _ in range(3):  # statistics of its own
+        theirs(torch.from_numpy(images.transpose(0, 3, 1, 2)))
+    report = check(Net(), theirs, (images,), their_inputs=(images.transpose(0, 3, 1, 2),), weights="copy", tapped=True)
+    assert report.ok, report.failures()
+    names = [row.name for row in report.rows if row.dtype == "float64"]
+    chain = ["taps/conv", "taps/norm", "taps/:activation", "taps/groups", "taps/head"]
+    assert [name for name in names if name in chain] == chain
+    assert "grads/inputs.0" in names
+    assert not any("mean" in name for name in names)
