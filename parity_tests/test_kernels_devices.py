@@ -31,7 +31,7 @@ TARGETS = {
     "splash": ("tpu", ("float32", "bfloat16"), "tpu_custom_call"),
     "pallas_gpu": ("gpu", ("bfloat16", "float16"), "mosaic_gpu"),
     "cudnn": ("gpu", ("bfloat16", "float16"), "cudnn"),
-    "blocked": ("gpu", ("float32", "bfloat16", "float16"), "while"),
+    "blocked": ("gpu", ("float32", "bfloat16", "float16"), "stablehlo.exponential"),
 }
 
 

@@ -1,16 +1,19 @@
-"""Attention in tiles: the map never exists, memory is linear in T and S, tiles that hold nothing visible are never computed.
+"""Attention in strips: the map never exists, memory is linear in T and S, strips hold only keys that their queries may see.
 
-Forward: online softmax over key tiles (Milakov & Gimelshein 2018, algorithm 3; Dao et al. 2022, algorithm 1). Backward: key tiles outside, query
-tiles inside, weights computed again from the row's peak and total (Dao et al. 2022, algorithm 4). Plain XLA: the bounds of the loops are the first
-and the last tile with something visible, so one small program serves every length. Peak and total are kept apart, not as lse: log(total) is lost
-beside a peak of −3.4e38, which a row has whose every key has a bias of finfo.min.
+Forward: for each strip of queries the scores of all its keys, one softmax, no rescaling (Rabe & Staats 2021, section 2, with one chunk of keys).
+Backward: for each strip of keys its queries, weights computed again from the row's peak and total (Dao et al. 2022, algorithm 4), everything turned
+so that the products have their usual form: XLA multiplies a turned left factor three times slower. Peak and total are kept apart, not as lse:
+log(total) is lost beside a peak of −3.4e38, which a row has whose every key has a bias of finfo.min.
 
-Tiles have axes (b rows, k key/value heads, g query heads to each, t queries, s keys).
+Plain XLA. A few heads at a time, so that a strip stays in a core's L2; the strips are unrolled, since XLA knows static slices best, and a strip that
+would be too large is walked in tiles by a loop: the program does not grow with T. What is hidden for reasons known only at run time is masked.
+
+Tiles have axes (b rows, k key/value heads, g query heads to each, t queries, s keys); in the backward pass (b, k, s, g, t).
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -31,17 +34,23 @@ class Tiles:
     kv_heads: int
     """Key/value heads a chunk; all of them when batch > 1."""
     queries: int
-    """Queries a tile."""
+    """Queries a tile of the forward pass."""
     keys: int
-    """Keys a tile."""
+    """Keys a strip of the backward pass."""
 
 
 SIZES: tuple[tuple[int, int, int, int], ...] = (
-    (128, 128, 128, 16),
-    (512, 128, 256, 2),
+    (128, 64, 64, 16),
+    (512, 128, 128, 4),
     (1 << 62, 256, 256, 1),
 )
-"""Longest S → queries a tile, keys a tile, heads a chunk: measured so that a tile's scores stay in a core's L2 (benchmarks/attention.py)."""
+"""Longest S → queries a tile, keys a strip, heads a chunk: measured so that a tile's scores stay in a core's L2 (docs/performance.md)."""
+
+STRIPS = 16
+"""Strips that are unrolled at most; longer inputs get longer strips, walked in tiles."""
+
+AREA = 1 << 19
+"""Scores a tile of the backward pass."""
 
 
 def tiles(case: Case) -> Tiles:
@@ -79,46 +88,37 @@ def _attend(case: Case, q: Array, k: Array, v: Array, bias: Array | None, given:
 
 
 def _forward(case: Case, q: Array, k: Array, v: Array, bias: Array | None, given: Inputs) -> tuple[tuple[Array, Array], Any]:
-    dtype, cut = case.accumulator, tiles(case)
-    view = _View(case, cut, bias, given)
-    bad_q, bad_k, bad_v = (~jnp.all(jnp.isfinite(x), axis=-1, keepdims=True) for x in (q, k, v))
+    dtype, view = case.accumulator, _View(case, bias, given)
+    lowest = jnp.finfo(dtype).min
     # A NaN in every number of a key that is not finite, or whose value is not, spoils its scores alone, and only those that are visible are kept.
-    queries = _split(case, _prescale(case, jnp.where(bad_q, _number(jnp.nan, q), q)))
-    # Keys lie ready as the right factor, (B, K, Dh, S): turned tile by tile they cost a tenth of the time.
-    keys = jnp.where(bad_k | bad_v, _number(jnp.nan, k), k).transpose(0, 2, 3, 1)
+    queries = _split(case, _prescale(case, q + _poison(q)))
+    keys = (k + _poison(k) + _poison(v)).transpose(0, 2, 1, 3)
     values = _finite(v).transpose(0, 2, 1, 3)
 
-    def rows(at: Any, i: Array, state: Any) -> Any:
-        first = jnp.minimum(i * cut.queries, case.queries - cut.queries)
-        q_tile = view.take(queries, at, t=first)
+    def chunk(at: Any, carry: None, arrays: Any) -> Any:
+        queries, keys, values = arrays
 
-        def step(masked: bool, j: Array, state: Any) -> Any:
-            peak, total, acc = state
-            begin = jnp.minimum(j * cut.keys, case.keys - cut.keys)
-            scores, seen = view.scores(at, first, begin, q_tile, view.take_across(keys, at, begin), masked, fresh=(0, j * cut.keys))
+        def tile(s: Span, t: Span) -> tuple[Array, ...]:
+            scores = _product("bkgtd,bksd->bkgts", _part(queries, 3, t), _part(keys, 2, s), dtype)
+            scores, seen = view.finish(at, t, s, scores)
             if seen is not None:
                 scores = jnp.where(seen, scores, -jnp.inf)
-            higher = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
-            powers, rescale = jnp.exp(scores - higher), jnp.exp(peak - higher)
-            total = total * rescale + jnp.sum(powers, axis=-1, keepdims=True)
+            peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), lowest)
+            powers = jnp.exp(scores - peak)
+            total = jnp.sum(powers, axis=-1, keepdims=True)
             if case.dropout_rate > 0.0:
-                powers = jnp.where(view.keep(at, first, begin), powers, 0.0)
-            new = _product("bkgts,bksd->bkgtd", powers.astype(v.dtype), view.take(values, at, s=begin), dtype)
-            return higher, total, acc * rescale + new
+                powers = jnp.where(view.keep(at, t, s), powers, 0.0)
+            out = _product("bkgts,bksd->bkgtd", powers.astype(v.dtype), _part(values, 2, s), dtype)
+            return (out / (jnp.where(total == 0.0, 1.0, total) * (1.0 - case.dropout_rate))).astype(q.dtype), peak, total
 
-        shape = (cut.batch, cut.kv_heads, case.group, cut.queries)
-        lowest = jnp.full((*shape, 1), jnp.finfo(dtype).min, dtype)
-        empty = (lowest, jnp.zeros((*shape, 1), dtype), jnp.zeros((*shape, case.value_width), dtype))
-        peak, total, acc = view.over_keys(at, first, step, view.varying(empty))
-        safe = jnp.where(total == 0.0, 1.0, total)
-        outs, peaks, totals = state
-        out = (acc / (safe * (1.0 - case.dropout_rate))).astype(q.dtype)
-        return view.put(outs, out, at, t=first), view.put(peaks, peak, at, t=first), view.put(totals, total, at, t=first)
+        def blind(t: Span) -> tuple[Array, ...]:
+            rows = (*queries.shape[:3], t[1])
+            return jnp.zeros((*rows, case.value_width), q.dtype), jnp.full((*rows, 1), lowest, dtype), jnp.zeros((*rows, 1), dtype)
 
-    whole = (case.batch, case.kv_heads, case.group, case.queries)
-    empty = (jnp.zeros((*whole, case.value_width), q.dtype), jnp.zeros((*whole, 1), dtype), jnp.zeros((*whole, 1), dtype))
-    count = -(-case.queries // cut.queries)
-    out, peak, total = view.over_chunks(lambda at, state: _loop(0, count, functools.partial(rows, at), state), view.varying(empty))
+        strips = [blind(t) if s is None else _walk(t, view.cut.queries, functools.partial(tile, s)) for t, s in view.query_strips()]
+        return carry, tuple(jnp.concatenate(parts, axis=3) for parts in zip(*strips, strict=True))
+
+    _, (out, peak, total) = view.over_chunks(chunk, None, (queries, keys, values))
     lse = jnp.where(total == 0.0, -jnp.inf, peak + jnp.log(jnp.where(total == 0.0, 1.0, total)))
     out = _merge(case, out)
     return (out, _merge(case, lse)[..., 0]), (q, k, v, bias, given, out, peak, total)
@@ -127,187 +127,171 @@ def _forward(case: Case, q: Array, k: Array, v: Array, bias: Array | None, given
 def _backward(case: Case, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
     q, k, v, bias, given, out, peak, total = saved
     d_out, d_lse = cotangents
-    dtype, cut = case.accumulator, tiles(case)
-    view = _View(case, cut, bias, given)
-    queries = _split(case, _prescale(case, _finite(q)))
-    keys, values = (_finite(x).transpose(0, 2, 1, 3) for x in (k, v))
-    d_outs = _split(case, d_out)
+    dtype, view = case.accumulator, _View(case, bias, given)
+    share = 1.0 / (1.0 - case.dropout_rate)
     through_rows = jnp.sum(d_out.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True)
     # An empty row has no weights, and its lse is −∞ whatever q and k are: its gradient is 0.
     through_rows = _split(case, through_rows - d_lse[..., None])
-    inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)
+    # weights = powers / total: the division is taken from the tiles to the rows, but for 16 bits, where it would be rounded once more.
+    # A NaN in a row stays in its powers: in d_outs it would reach the hidden, since 0 · NaN is NaN.
+    inverse = 1.0 / jnp.where(total > 0.0, total, 1.0)
+    on_tiles = not _prescaled(case)
+    early = jnp.ones_like(inverse) if on_tiles else inverse
+    queries, keys, values = _split(case, _prescale(case, _finite(q))), *(_finite(x).transpose(0, 2, 1, 3) for x in (k, v))
+    d_outs = (_split(case, d_out).astype(dtype) * early).astype(q.dtype)
+    rows = (peak[..., 0], (through_rows * early)[..., 0], inverse[..., 0])
 
-    def columns(at: Any, j: Array, state: Any) -> Any:
-        begin = jnp.minimum(j * cut.keys, case.keys - cut.keys)
-        k_tile, v_tile = view.take(keys, at, s=begin), view.take(values, at, s=begin)
+    def chunk(at: Any, d_bias: Any, arrays: Any) -> Any:
+        queries, keys, values, d_outs, peaks, throughs, inverses = arrays
+        # Behind a barrier, or the turn is folded into the product, which XLA then does slowly, and in bfloat16 at some sizes not at all.
+        turned_keys = lax.optimization_barrier(keys.swapaxes(2, 3))
 
-        def step(masked: bool, i: Array, state: Any) -> Any:
-            d_queries, d_bias, d_k, d_v = state
-            first = jnp.minimum(i * cut.queries, case.queries - cut.queries)
-            q_tile, d_tile = view.take(queries, at, t=first), view.take(d_outs, at, t=first)
-            scores, seen = view.scores(at, first, begin, q_tile, k_tile.swapaxes(2, 3), masked, fresh=(i * cut.queries, j * cut.keys))
-            weights = jnp.exp(scores - view.take(peak, at, t=first)) * view.take(inverse, at, t=first)
-            d_weights = _product("bkgtd,bksd->bkgts", d_tile, v_tile, dtype)
-            kept = weights
-            if case.dropout_rate > 0.0:
-                keep, share = view.keep(at, first, begin), 1.0 / (1.0 - case.dropout_rate)
-                d_weights = jnp.where(keep, d_weights * share, 0.0)
-                kept = jnp.where(keep, weights * share, 0.0)
-            d_scores = weights * (d_weights - view.take(through_rows, at, t=first))
+        def tile(s: Span, t: Span, state: Any) -> Any:
+            d_keys, d_values, d_queries, d_bias = state
+            q_tile, d_tile = _part(queries, 3, t), _part(d_outs, 3, t)
+            k_tile, v_tile = _part(keys, 2, s), _part(values, 2, s)
+            on_rows = lambda x: _part(x, 3, t)[:, :, None]
+            scores, seen = view.finish(at, t, s, _product("bksd,bkgtd->bksgt", k_tile, q_tile, dtype), turned=True)
+            powers = jnp.exp(scores - on_rows(peaks))
+            if on_tiles:
+                powers = powers * on_rows(inverses)
             if seen is not None:
-                kept, d_scores = jnp.where(seen, kept, 0.0), jnp.where(seen, d_scores, 0.0)
+                powers = jnp.where(seen, powers, 0.0)
+            d_powers = _product("bksd,bkgtd->bksgt", v_tile, d_tile, dtype)
+            kept = powers
+            if case.dropout_rate > 0.0:
+                keep = _turn(view.keep(at, t, s))
+                d_powers, kept = jnp.where(keep, d_powers * share, 0.0), jnp.where(keep, powers * share, 0.0)
+            d_scores = powers * (d_powers - on_rows(throughs))
+            if seen is not None:
+                d_scores = jnp.where(seen, d_scores, 0.0)
             low = d_scores.astype(q.dtype)
-            d_v += _product("bkgts,bkgtd->bksd", kept.astype(v.dtype), d_tile, dtype)
-            d_k += _product("bkgts,bkgtd->bksd", low, q_tile, dtype)
-            d_queries = view.add(d_queries, _product("bkgts,bksd->bkgtd", low, k_tile, dtype), at, t=first)
-            if d_bias is not None:
-                d_bias = view.add(d_bias, d_scores, at, t=first, s=begin)
-            return d_queries, d_bias, d_k, d_v
+            d_keys = d_keys + _product("bksgt,bkgtd->bksd", low, q_tile, dtype)
+            d_values = d_values + _product("bksgt,bkgtd->bksd", kept.astype(v.dtype), d_tile, dtype)
+            d_queries = _add(d_queries, 4, t, _product("bkds,bksgt->bkdgt", _part(turned_keys, 3, s), low, dtype))
+            return d_keys, d_values, d_queries, None if d_bias is None else view.add_map(d_bias, at, t, s, jnp.moveaxis(d_scores, 2, -1))
 
-        d_queries, d_bias, d_keys, d_values = state
-        shape = (cut.batch, cut.kv_heads, cut.keys)
-        tile = view.varying((jnp.zeros((*shape, case.width), dtype), jnp.zeros((*shape, case.value_width), dtype)))
-        d_queries, d_bias, d_k, d_v = view.over_queries(at, j, step, (d_queries, d_bias, *tile))
-        return d_queries, d_bias, view.add(d_keys, d_k, at, s=begin), view.add(d_values, d_v, at, s=begin)
+        b, n, g, T, _ = queries.shape
+        d_queries, strips = view.varying(jnp.zeros((b, n, case.width, g, T), dtype)), []
+        for s, t in view.key_strips():
+            state = (jnp.zeros((b, n, s[1], case.width), dtype), jnp.zeros((b, n, s[1], case.value_width), dtype))
+            if t is not None:
+                state = (*view.varying(state), d_queries, d_bias)
+                *state, d_queries, d_bias = _fold(t, max(AREA // (b * n * g * s[1]), 16), functools.partial(tile, s), state)
+            strips.append(tuple(state))
+        d_keys, d_values = (jnp.concatenate(parts, axis=2) for parts in zip(*strips, strict=True))
+        return d_bias, (d_queries, d_keys, d_values)
 
-    empty = (
-        jnp.zeros(queries.shape, dtype),
-        None if bias is None else jnp.zeros(view.bias.shape, dtype),
-        jnp.zeros(keys.shape, dtype),
-        jnp.zeros(values.shape, dtype),
-    )
-    count = -(-case.keys // cut.keys)
-    chunk = lambda at, state: _loop(0, count, functools.partial(columns, at), state)
-    d_queries, d_bias, d_keys, d_values = view.over_chunks(chunk, view.varying(empty))
-    unscaled = 1.0 if _prescaled(case) else case.scale
-    d_k = (d_keys * unscaled).transpose(0, 2, 1, 3).astype(k.dtype)
-    d_v = d_values.transpose(0, 2, 1, 3).astype(v.dtype)
-    d_b = None if bias is None else d_bias.reshape(bias.shape).astype(bias.dtype)
-    return _merge(case, d_queries * case.scale).astype(q.dtype), d_k, d_v, d_b, None
+    d_bias = None if bias is None else view.varying(jnp.zeros(view.bias.shape, dtype))
+    d_bias, (d_q, d_k, d_v) = view.over_chunks(chunk, d_bias, (queries, keys, values, d_outs, *rows))
+    d_q = _merge(case, jnp.moveaxis(d_q, 2, -1) * case.scale).astype(q.dtype)
+    d_k = (d_k * (1.0 if _prescaled(case) else case.scale)).transpose(0, 2, 1, 3).astype(k.dtype)
+    d_v = d_v.transpose(0, 2, 1, 3).astype(v.dtype)
+    return d_q, d_k, d_v, None if bias is None else d_bias.reshape(bias.shape).astype(bias.dtype), None
 
 
 _attend.defvjp(_forward, _backward)
 
+Span = tuple[Any, int]
+"""(first, size) along the queries or the keys; first may be known only at run time."""
+
 
 class _View:
-    """The tiles of one case: what is visible in them, and which of them hold anything visible."""
+    """The strips of one case, and what is visible in their tiles."""
 
-    def __init__(self, case: Case, cut: Tiles, bias: Array | None, given: Inputs):
-        self.case, self.cut, self.given = case, cut, given
+    def __init__(self, case: Case, bias: Array | None, given: Inputs):
+        self.case, self.cut, self.given = case, tiles(case), given
         self.mask = None if given.mask is None else _grouped(case, given.mask)
         self.bias: Any = None if bias is None else _grouped(case, bias)
         self.left, self.right = case.window or (None, None)
         if case.causal:
             self.right = 0
-        self.like = given.query_offset
+        self.skips = case.offset is not None and (self.left is not None or self.right is not None)
 
     def varying(self, tree: Any) -> Any:
         """Initial values of a loop that vary over the mesh axes that the inputs vary over, as shard_map asks."""
-        return vary(tree, self.like)
+        return vary(tree, self.given.query_offset)
 
-    def over_chunks(self, chunk: Callable[[Any, Any], Any], state: Any) -> Any:
-        """`chunk(at, state)` for each chunk; at = (first row of the batch, first key/value head)."""
+    def over_chunks(self, chunk: Callable[[Any, Any, Any], Any], carry: Any, arrays: tuple[Array, ...]) -> Any:
+        """(carry, results) of `chunk(at, carry, parts)` for each chunk of arrays (B, K, …); at = (first row of the batch, first key/value head)."""
         across = self.case.kv_heads // self.cut.kv_heads
         count = self.case.batch // self.cut.batch * across
+        cut = tuple(x.reshape(count, self.cut.batch, self.cut.kv_heads, *x.shape[2:]) for x in arrays)
+        if count == 1:
+            return chunk((0, 0), carry, tuple(x[0] for x in cut))
         corner = lambda i: (i // across * self.cut.batch, i % across * self.cut.kv_heads)
-        return chunk((0, 0), state) if count == 1 else _loop(0, count, lambda i, state: chunk(corner(i), state), state)
+        carry, found = lax.scan(lambda carry, x: chunk(corner(x[0]), carry, x[1]), carry, (jnp.arange(count, dtype=jnp.int32), cut))
+        return carry, jax.tree.map(lambda x: x.reshape(self.case.batch, self.case.kv_heads, *x.shape[3:]), found)
 
-    def over_keys(self, at: Any, first: Any, step: Callable[[bool, Any, Any], Any], state: Any) -> Any:
-        """`step(masked, j, state)` for each key tile that holds something visible to the queries from `first` on."""
-        S, size = self.case.keys, self.cut.keys
-        low, high, shortest, longest = self._extent(at)
-        last = first + self.cut.queries - 1
-        end = longest if self.right is None else jnp.minimum(longest, last + high + self.right + 1)
-        end = _tiles_up(jnp.clip(end, 0, S), size)
-        if self.left is not None:
-            begin = jnp.clip(first + low - self.left, 0, S) // size
-            return _loop(begin, end, functools.partial(step, True), state)
-        whole = shortest if self.right is None else jnp.minimum(shortest, first + low + self.right + 1)
-        whole = jnp.minimum(jnp.clip(whole, 0, S) // size, end)
-        state = _loop(0, whole, functools.partial(step, False), state)
-        if self._always_whole and S % size == 0:
-            return state
-        return _loop(whole, end, functools.partial(step, True), state)
+    def query_strips(self) -> Iterator[tuple[Span, Span | None]]:
+        """Strips of queries, each with the keys that it may see, or None."""
+        for t in _strips(self.case.queries, self.cut.queries, self.skips):
+            begin, end = 0, self.case.keys
+            if self.skips and self.right is not None:
+                end = min(end, t[0] + t[1] + self.case.offset + self.right)
+            if self.skips and self.left is not None:
+                begin = max(begin, t[0] + self.case.offset - self.left)
+            yield t, (begin, end - begin) if begin < end else None
 
-    def over_queries(self, at: Any, j: Any, step: Callable[[bool, Any, Any], Any], state: Any) -> Any:
-        """`step(masked, i, state)` for each query tile that sees something of key tile j."""
-        T, S, size = self.case.queries, self.case.keys, self.cut.queries
-        low, high, shortest, longest = self._extent(at)
-        first, behind = j * self.cut.keys, jnp.minimum(j * self.cut.keys + self.cut.keys, S)
-        begin = 0 if self.right is None else jnp.clip(first - self.right - high, 0, T) // size
-        end = jnp.asarray(T, jnp.int32) if self.left is None else jnp.clip(behind + self.left - low, 0, T)
-        end = jnp.where(first < longest, _tiles_up(end, size), 0)
-        if self.left is not None:
-            return _loop(begin, end, functools.partial(step, True), state)
-        whole = jnp.asarray(0, jnp.int32) if self.right is None else _tiles_up(jnp.clip(behind - 1 - self.right - low, 0, T), size)
-        whole = jnp.where((first + self.cut.keys <= S) & (behind <= shortest), jnp.minimum(whole, end), end)
-        if not (self._always_whole and S % self.cut.keys == 0):
-            state = _loop(begin, whole, functools.partial(step, True), state)
-        state = _loop(whole, jnp.minimum(end, T // size), functools.partial(step, False), state)
-        if T % size == 0:
-            return state
-        return _loop(jnp.maximum(whole, T // size), end, functools.partial(step, True), state)
+    def key_strips(self) -> Iterator[tuple[Span, Span | None]]:
+        """Strips of keys, each with the queries that may see it, or None."""
+        for s in _strips(self.case.keys, self.cut.keys, True):
+            begin, end = 0, self.case.queries
+            if self.skips and self.right is not None:
+                begin = max(begin, s[0] - self.case.offset - self.right)
+            if self.skips and self.left is not None:
+                end = min(end, s[0] + s[1] - self.case.offset + self.left)
+            yield s, (begin, end - begin) if begin < end else None
 
-    @property
-    def _always_whole(self) -> bool:
-        return self.right is None and self.left is None and not self.case.lengths
-
-    def _extent(self, at: Any) -> tuple[Any, Any, Any, Any]:
-        """Least and greatest offset, least and greatest number of keys, among the rows of a chunk."""
-        S = self.case.keys
-        low: Any = self.case.offset
-        high = low
-        if low is None:
-            offsets = self._of_rows(self.given.query_offset, at)
-            low, high = jnp.min(offsets), jnp.max(offsets)
-        if self.given.kv_lengths is None:
-            return low, high, S, S
-        lengths = jnp.clip(self._of_rows(self.given.kv_lengths, at), 0, S).astype(jnp.int32)
-        return low, high, jnp.min(lengths), jnp.max(lengths)
-
-    def scores(self, at: Any, t: Any, s: Any, q_tile: Array, k_tile: Array, masked: bool, fresh: tuple[Any, Any]) -> tuple[Array, Any]:
-        """Scores of the tile at query t and key s, and what of it is visible (None: all).
-
-        A tile at the end reaches back over its neighbour: rows and columns before `fresh` are the neighbour's.
-        """
-        scores = _product("bkgtd,bkds->bkgts", q_tile, k_tile, self.case.accumulator)
+    def finish(self, at: Any, t: Span, s: Span, scores: Array, *, turned: bool = False) -> tuple[Array, Any]:
+        """Scores of the tile with scale and bias, and what of it is visible (None: all)."""
+        turn = _turn if turned else lambda x: x
         if not _prescaled(self.case):
             scores = scores * self.case.scale
-        seen = None
+        seen = self._inside(at, t, s, turned)
         if self.mask is not None:
-            seen = self._map(self.mask, at, t, s)
+            seen = _and(turn(self._map(self.mask, at, t, s)), seen)
         if self.bias is not None:
-            bias = self._map(self.bias, at, t, s)
+            bias = turn(self._map(self.bias, at, t, s))
             scores = scores + bias.astype(scores.dtype)
-            seen = _and(seen, bias != -jnp.inf)
-        return scores, _and(seen, self._inside(at, t, s, fresh)) if masked else seen
+            seen = _and(bias != -jnp.inf, seen)
+        return scores, seen
 
-    def _inside(self, at: Any, t: Any, s: Any, fresh: tuple[Any, Any]) -> Array:
-        rows, columns = self._rows(t), self._columns(s)
-        seen = (rows >= fresh[0]) & (columns >= fresh[1])
-        if self.right is not None or self.left is not None:
-            distance = columns - rows - self._offsets(at)
-            if self.right is not None:
-                seen &= distance <= self.right
-            if self.left is not None:
-                seen &= distance >= -self.left
+    def _inside(self, at: Any, t: Span, s: Span, turned: bool) -> Any:
+        seen: Any = None
+        # Made in the layout of the scores: a mask that is read across costs more than the exponentials.
+        rows, columns = _count(t, 4 if turned else 3), _count(s, 2 if turned else 4)
+        known = self.case.offset is not None and isinstance(t[0], int)
+        least, most = (s[0] - t[0] - t[1] + 1 - self.case.offset, s[0] + s[1] - 1 - t[0] - self.case.offset) if known else (0, 0)
+        if self.right is not None and not (known and most <= self.right):
+            seen = columns - rows - self._offsets(at) <= self.right
+        if self.left is not None and not (known and least >= -self.left):
+            seen = _and(columns - rows - self._offsets(at) >= -self.left, seen)
         if self.given.kv_lengths is not None:
-            seen &= columns < self._of_rows(self.given.kv_lengths, at).astype(jnp.int32).reshape(-1, 1, 1, 1, 1)
+            seen = _and(columns < self._of_rows(self.given.kv_lengths, at).astype(jnp.int32).reshape(-1, 1, 1, 1, 1), seen)
         return seen
 
-    def keep(self, at: Any, t: Any, s: Any) -> Array:
+    def keep(self, at: Any, t: Span, s: Span) -> Array:
         """Which weights of the tile dropout keeps: the same draw as the dense implementation's."""
         assert self.given.dropout_key is not None
         keys = self.given.dropout_key.reshape(self.case.batch, self.case.kv_heads, self.case.group, 1, 2)
         keys = _slice(keys, (*at, 0, 0, 0), (self.cut.batch, self.cut.kv_heads, self.case.group, 1, 2))
-        keys = random.fold(keys, (self._rows(t) + self._offsets(at))[..., 0])
-        return random.bits(keys[..., None, :], self._columns(s)) >= np.uint32(random.threshold(self.case.dropout_rate))
+        keys = random.fold(keys, (_count(t, 3) + self._offsets(at))[..., 0])
+        return random.bits(keys[..., None, :], _count(s, 4)) >= np.uint32(random.threshold(self.case.dropout_rate))
 
-    def _rows(self, t: Any) -> Array:
-        return t + jnp.arange(self.cut.queries, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+    def add_map(self, x: Array, at: Any, t: Span, s: Span, tile: Array) -> Array:
+        """`x`, a map whose axes may have length 1, with the tile (b, k, g, t, s) added."""
+        starts, sizes = self._corner(x.shape, at, t, s)
+        shared = tuple(axis for axis, (here, there) in enumerate(zip(sizes, tile.shape, strict=True)) if here < there)
+        return _write(x, _slice(x, starts, sizes) + jnp.sum(tile, axis=shared, keepdims=True), starts)
 
-    def _columns(self, s: Any) -> Array:
-        return s + jnp.arange(self.cut.keys, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
+    def _map(self, x: Array, at: Any, t: Span, s: Span) -> Array:
+        return _slice(x, *self._corner(x.shape, at, t, s))
+
+    def _corner(self, shape: tuple[int, ...], at: Any, t: Span, s: Span) -> tuple[Any, Any]:
+        """Where the tile lies in an array (B, K, G, T, S) whose axes may have length 1."""
+        starts, sizes = (*at, 0, t[0], s[0]), (self.cut.batch, self.cut.kv_heads, self.case.group, t[1], s[1])
+        return tuple(0 if n == 1 else i for n, i in zip(shape, starts, strict=True)), tuple(map(min, shape, sizes))
 
     def _offsets(self, at: Any) -> Any:
         if self.case.offset is not None:
@@ -317,38 +301,54 @@ class _View:
     def _of_rows(self, x: Array, at: Any) -> Array:
         return _slice(x, (at[0],), (self.cut.batch,)) if x.ndim else x[None]
 
-    def _map(self, x: Array, at: Any, t: Any, s: Any) -> Array:
-        starts, sizes = self._corner(x.shape, at, t, s)
-        return _slice(x, starts, sizes)
 
-    def _corner(self, shape: tuple[int, ...], at: Any, t: Any, s: Any) -> tuple[Any, Any]:
-        """Where the tile lies in an array (B, K, G, T, S) whose axes may have length 1."""
-        starts, sizes = (*at, 0, t, s), (self.cut.batch, self.cut.kv_heads, self.case.group, self.cut.queries, self.cut.keys)
-        return tuple(0 if n == 1 else i for n, i in zip(shape, starts, strict=True)), tuple(map(min, shape, sizes))
+def _count(span: Span, axis: int) -> Array:
+    """Positions of a span along one of five axes."""
+    return span[0] + jnp.arange(span[1], dtype=jnp.int32).reshape([-1 if i == axis else 1 for i in range(5)])
 
-    def take(self, x: Array, at: Any, *, t: Any = None, s: Any = None) -> Array:
-        """The tile of an array (B, K, G, T, D) at query t, or of (B, K, S, D) at key s."""
-        width = x.shape[-1]
-        if s is None:
-            return _slice(x, (*at, 0, t, 0), (self.cut.batch, self.cut.kv_heads, self.case.group, self.cut.queries, width))
-        return _slice(x, (*at, s, 0), (self.cut.batch, self.cut.kv_heads, self.cut.keys, width))
 
-    def take_across(self, x: Array, at: Any, s: Any) -> Array:
-        """The tile of an array (B, K, D, S) at key s."""
-        return _slice(x, (*at, 0, s), (self.cut.batch, self.cut.kv_heads, x.shape[2], self.cut.keys))
+def _strips(length: int, size: int, many: bool) -> Iterator[Span]:
+    """[0, length) in strips of `size`, or of the least multiple of it that makes them no more than STRIPS; or in one."""
+    size = size * -(-length // (size * STRIPS)) if many else length
+    return ((first, min(size, length - first)) for first in range(0, length, size))
 
-    def put(self, x: Array, tile: Array, at: Any, *, t: Any) -> Array:
-        """`x` (B, K, G, T, D) with the tile written at query t."""
-        return _write(x, tile, (*at, 0, t, 0))
 
-    def add(self, x: Array, tile: Array, at: Any, *, t: Any = None, s: Any = None) -> Array:
-        """`x` with the tile added: (B, K, G, T, D) at query t, (B, K, S, D) at key s, or a map, whose axes may have length 1, at both."""
-        if t is None or s is None:
-            starts = (*at, s, 0) if t is None else (*at, 0, t, 0)
-            return _write(x, self.take(x, at, t=t, s=s) + tile, starts)
-        starts, sizes = self._corner(x.shape, at, t, s)
-        shared = tuple(axis for axis, (here, there) in enumerate(zip(sizes, tile.shape, strict=True)) if here < there)
-        return _write(x, _slice(x, starts, sizes) + jnp.sum(tile, axis=shared, keepdims=True), starts)
+def _walk(strip: Span, size: int, body: Callable[[Span], tuple[Array, ...]]) -> tuple[Array, ...]:
+    """`body(tile)` for the tiles of a strip, `size` each and one for the rest: one program for all of a size. Joined along axis 3."""
+    first, length = strip
+    count, rest = divmod(length, size)
+    found = [body((first, size))] if count == 1 else []
+    if count > 1:
+        many = lax.map(lambda i: body((np.int32(first) + i * np.int32(size), size)), jnp.arange(count, dtype=jnp.int32))
+        found = [tuple(jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], count * size, x.shape[-1]) for x in many)]
+    found += [body((first + length - rest, rest))] if rest else []
+    return tuple(jnp.concatenate(parts, axis=3) for parts in zip(*found, strict=True))
+
+
+def _fold(strip: Span, size: int, body: Callable[[Span, Any], Any], state: Any) -> Any:
+    """The state after `body(tile, state)` for the tiles of a strip, cut in the same way."""
+    first, length = strip
+    count, rest = divmod(length, size)
+    if count == 1:
+        state = body((first, size), state)
+    elif count > 1:
+        state = lax.fori_loop(jnp.int32(0), jnp.int32(count), lambda i, state: body((np.int32(first) + i * np.int32(size), size), state), state)
+    return body((first + length - rest, rest), state) if rest else state
+
+
+def _part(x: Array, axis: int, span: Span) -> Array:
+    starts: list[Any] = [0] * x.ndim
+    starts[axis] = span[0]
+    return _slice(x, tuple(starts), (*x.shape[:axis], span[1], *x.shape[axis + 1 :]))
+
+
+def _add(x: Array, axis: int, span: Span, part: Array) -> Array:
+    return _write(x, _part(x, axis, span) + part, (0,) * axis + (span[0],) + (0,) * (x.ndim - axis - 1))
+
+
+def _turn(x: Array) -> Array:
+    """(b, k, g, t, s) → (b, k, s, g, t)."""
+    return jnp.moveaxis(x, -1, 2)
 
 
 def _split(case: Case, x: Array) -> Array:
@@ -376,6 +376,11 @@ def _prescale(case: Case, q: Array) -> Array:
     return q * case.scale if _prescaled(case) else q
 
 
+def _poison(x: Array) -> Array:
+    """(…, D) → (…, 1): NaN where a number is not finite, else 0."""
+    return jnp.sum(x * _number(0, x), axis=-1, keepdims=True)
+
+
 def _finite(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, _number(0, x))
 
@@ -384,12 +389,9 @@ def _number(value: float, like: Array) -> np.ndarray:
     return np.asarray(value, like.dtype)
 
 
-def _loop(begin: Any, end: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
-    first, behind = _indices((begin, end))
-    return lax.fori_loop(first, behind, body, state)
-
-
 def _slice(x: Array, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> Array:
+    if all(isinstance(start, int) for start in starts):
+        return lax.slice(x, starts, tuple(map(sum, zip(starts, sizes, strict=True))))
     return lax.dynamic_slice(x, _indices(starts), sizes)
 
 
@@ -402,12 +404,8 @@ def _indices(values: tuple[Any, ...]) -> tuple[Array, ...]:
     return tuple(jnp.asarray(value, jnp.int32) for value in values)
 
 
-def _tiles_up(length: Any, size: int) -> Any:
-    return (length + size - 1) // size
-
-
-def _and(a: Array | None, b: Array) -> Array:
-    return b if a is None else a & b
+def _and(a: Array, b: Array | None) -> Array:
+    return a if b is None else a & b
 
 
 def _product(pattern: str, a: Array, b: Array, dtype: Any) -> Array:
