@@ -387,6 +387,29 @@ def test_layouts_of_values():
     assert taps.in_layout(x, (2, 3, 4), False) is None
 
 
+@pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2)])
+def test_where_two_layouts_fit_our_values_decide(axes):
+    x = np.random.default_rng(0).standard_normal((2, 2, 3))
+    reference = x.transpose(axes).reshape(4, 3)
+    found, shape = taps.in_layout(x, (4, 3), False, reference)
+    assert np.array_equal(x.transpose(found).reshape(shape), reference)
+
+
+@pytest.mark.parametrize("axes", [(0, 1, 2, 3), (0, 2, 3, 1)])
+def test_as_many_channels_as_rows_and_columns(axes):
+    x = np.random.default_rng(0).standard_normal((2, 3, 3, 3))
+    found, shape = taps.in_layout(x, (2, 3, 3, 3), True, x.transpose(axes))
+    assert np.array_equal(x.transpose(found).reshape(shape), x.transpose(axes))
+
+
+def test_square_matrices_turn_by_the_kind_of_their_module():
+    leaf = lambda kind: adapters.Leaf((2, 2), kind, "weight")
+    assert naming.layouts(leaf("linear"), leaf("linear"), (2, 2)) == [(1, 0)]
+    assert naming.layouts(leaf("linear"), leaf("in_out"), (2, 2)) == [(0, 1)]
+    assert naming.layouts(leaf("embed"), leaf("embed"), (2, 2)) == [(0, 1)]
+    assert naming.layouts(leaf("raw"), leaf("raw"), (2, 2)) == [(0, 1), (1, 0)]
+
+
 def test_convolutions_and_running_statistics():
     """Images of two layouts; buffers that are compared and have no gradient; a map that is flattened in two orders."""
 

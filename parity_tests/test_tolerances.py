@@ -112,6 +112,16 @@ def test_ours_is_held_to_the_reference():
     assert tolerances.our_limit(100.0) == tolerances.reference_limit()
 
 
+def test_programs_that_are_one_agree_to_nine_digits():
+    """Of the largest element, and of the terms that were added up, here of size 1: half of 1e-9 is agreement, twice as much is not."""
+    x = np.linspace(-1, 1, 50)
+    assert tolerances.agrees(x + 0.5e-9, x)
+    assert not tolerances.agrees(x + 2e-9, x)
+    deviations = np.random.default_rng(3).choice([-1, 1], (8, 50)) * tolerances.UNIT["float32"]
+    assert tolerances.grade(np.full(50, 0.5e-9), deviations, "float64") <= tolerances.agreement_limit()
+    assert tolerances.grade(np.full(50, 2e-9), deviations, "float64") > tolerances.agreement_limit()
+
+
 def test_the_disturbance_follows_every_way_of_writing_a_result():
     """In place, into lists and through composite operations; integers, booleans and copies stay exact."""
     x = torch.linspace(0.1, 1, 50, dtype=torch.float64)
