@@ -86,6 +86,7 @@ def test_all_errors_come_together_and_nothing_changes(side):
     del wrong["final_norm.bias"], wrong["blocks.1.self_attn.W_K.weight"]
     wrong |= {"blocks.9.norm1.weight": np.zeros(3, np.float32), "optimizer.step": np.zeros((), np.float32)}
     wrong["blocks.0.ffn.linear1.bias"] = np.zeros((2, 4), np.float32)
+    wrong["final_norm.weight"] = np.zeros(9, np.float32)
     wrong["token_embed.weight"] = wrong["token_embed.weight"].copy()
     wrong["token_embed.weight"][0, 0] += 1
     wrong["causal_mask"] = np.zeros((5, 5), bool)
@@ -99,6 +100,7 @@ def test_all_errors_come_together_and_nothing_changes(side):
         "unexpected blocks.9.norm1.weight [3]",
         "unexpected optimizer.step []",
         "blocks.0.ffn.linear1.bias has the shape [2, 4], the model has [8]",
+        "final_norm.weight has the shape [9], the model has [8]",
         "lm_head.weight differs from token_embed.weight, with which it is tied",
         "causal_mask is not the model's",
         "blocks.0.norm2.weight has the dtype int64, which holds no weights",
