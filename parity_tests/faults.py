@@ -342,7 +342,9 @@ FAULTS: dict[str, dict[str, Fault]] = {
         "kept and dropped exchanged": Fault(
             _RANDOM, ">= np.uint32(threshold(rate))", "< np.uint32(threshold(rate))", "test_random.py::test_both_packages_keep_the_same_elements"
         ),
-        "threshold cut off": Fault(_RANDOM, "min(round(rate * 2**32)", "min(int(rate * 2**32)", "test_random.py::test_known_answers"),
+        "threshold cut off": Fault(
+            _RANDOM, "min(round(rate * 2**32)", "min(int(rate * 2**32)", "test_random.py::test_thresholds_are_rounded_and_fit_a_word"
+        ),
         "first coordinate ignored": Fault(
             _RANDOM, "first[axis] if axis < len(first) else 0", "0", "test_random.py::test_order_and_split_of_a_batch_do_not_matter"
         ),

@@ -241,6 +241,11 @@ def test_places_and_steps_are_independent():
         assert abs((one * other).sum()) / (math.sqrt(one.size) * rate * (1 - rate)) < sigmas(len(pairs))
 
 
+def test_thresholds_are_rounded_and_fit_a_word():
+    for module in (random, torch_random):
+        assert [module.threshold(rate) for rate in (0.0, 0.1, 0.5, 1 - 2.0**-40)] == [0, 429_496_730, 2**31, 2**32 - 1]  # 0.1 · 2³² = 429,496,729.6
+
+
 def test_a_rate_of_zero_keeps_everything():
     assert np.asarray(random.keep_mask(KEYS[0], 0.0, (64, 64))).all()
 

@@ -110,7 +110,7 @@ def test_a_number_that_is_not_finite_fails_where_it_may_be_but_is_not(bad):
     assert row.worst["flax"].index == (2,)
 
 
-@pytest.mark.parametrize("shape", [(4,), (1, 1, 4), (4, 1)])
+@pytest.mark.parametrize("shape", [(4, 1), (4,), (1, 1, 4)])
 def test_the_same_numbers_in_another_shape_fail(shape):
     """These shapes broadcast, so that a difference could be taken."""
     zeros = {"logits": np.zeros((1, 4))}
