@@ -235,7 +235,9 @@ FAULTS: dict[str, dict[str, Fault]] = {
             "jnp.asarray(targets), logits",
             "test_training.py::test_the_loss_of_half_precision_logits_is_float32",
         ),
-        "targets not shifted": Fault(_DATA, "rows[:, 1:].copy()", "rows[:, :-1].copy()", "test_data.py::test_an_epoch_holds_every_window_once"),
+        "targets not shifted": Fault(
+            _DATA, "rows[:, 1:].copy()", "rows[:, :-1].copy()", "test_data.py::test_the_original_recipe_has_418_windows_in_27_steps"
+        ),
         "padding counted": Fault(_DATA, "weights[: len(starts)] = 1", "weights[:] = 1", "test_data.py::test_an_epoch_holds_every_window_once"),
         "last batch dropped": Fault(
             _DATA, "drop_remainder=False", "drop_remainder=True", "test_data.py::test_the_original_recipe_has_418_windows_in_27_steps"
