@@ -1,5 +1,6 @@
 """`flax-gpt bench` and `flax-gpt bench compare`."""
 
+import importlib.util
 from pathlib import Path
 
 from rich.console import Console
@@ -9,7 +10,8 @@ from flax_gpt.errors import RunError, require
 
 
 def bench(level: str, pattern: str | None, out: Path, resume: bool) -> None:
-    """Measures, and reports what there is even when it is interrupted. Raises RunError when a case has no ratio."""
+    """Measures, and reports what there is even when it is interrupted. Raises RunError when a case has no ratio, InputError without torch."""
+    require(importlib.util.find_spec("torch") is not None, "COMMAND", "bench", "needs PyTorch: pip install 'flax-gpt[bench]'")
     selected, settings = cases.select(level, pattern), runner.SETTINGS[level]
     runner.prepare(selected, settings, out, resume=resume)
     try:

@@ -36,7 +36,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         row["name"],
         milliseconds(jax["ms"]),
         milliseconds(torch["ms"]),
-        row["best"]["torch"],
+        "; ".join([row["best"]["torch"], *(f"{variant} failed" for variant, found in row["torch"].items() if "error" in found)]),
         f"{row['ratio']:.2f}",
         f"{row['low']:.2f} – {row['high']:.2f}",
         share,

@@ -46,7 +46,7 @@ class Settings:
 SETTINGS = {
     "demo": Settings("demo", 2, 0.3, 120),
     "quick": Settings("quick", 3, 0.3, 120),
-    "standard": Settings("standard", 5, 0.6, 300),
+    "standard": Settings("standard", 5, 0.4, 300),
     "full": Settings("full", 5, 1.0, 1800),
 }
 

@@ -23,6 +23,9 @@ SAMPLE_SECONDS = 0.1
 """Shortest sample: shorter runs are repeated within one."""
 
 MIN_SAMPLES = 3
+LONG_SECONDS = 1.0
+"""Runs of this length are sampled once less."""
+
 PATIENCE = 4.0
 """How many times the asked time is spent on waiting for samples that count."""
 
@@ -55,43 +58,45 @@ def sample(run: Callable[[], Any], wait: Callable[[Any], None], *, seconds: floa
     """Times `run`, which has run before, for about `seconds`: {samples_ms, cpu_ms, rejected, repeats}; times are a run's.
 
     `wait` blocks on what `run` returned: after each run, or, when each run needs the one before it (`chained`), after the last of a sample.
-    `once`: a single run without a warm-up, again only when it is rejected.
+    `once`: a single run, which has not run before, again only when it is rejected.
     """
-    repeats, least = 1, 1 if once else MIN_SAMPLES
-    if not once:
-        start = time.perf_counter()
-        wait(run())
-        repeats = max(1, int(SAMPLE_SECONDS / max(time.perf_counter() - start, 1e-9)))
-    kept: list[float] = []
-    cpu: list[float] = []
-    rejected = 0
+
+    def take(repeats: int) -> tuple[float, float, bool]:
+        """Wall and processor seconds of a run, and whether others disturbed it."""
+        machine, own, wall = machine_seconds(), own_seconds(), time.perf_counter()
+        for _ in range(repeats):
+            result = run()
+            if not chained:
+                wait(result)
+        wait(result)
+        wall, own = time.perf_counter() - wall, own_seconds() - own
+        total = None if machine is None else (machine_seconds() or 0.0) - machine
+        return wall / repeats, own / repeats, disturbed(total, own, wall, os.cpu_count() or 1)
+
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         began = time.perf_counter()
+        taken = [take(1)]
+        repeats = 1 if once else max(1, int(SAMPLE_SECONDS / max(taken[0][0], 1e-9)))
+        least = 1 if once else MIN_SAMPLES if taken[0][0] < LONG_SECONDS else MIN_SAMPLES - 1
+        if repeats > 1:
+            taken = []
         while True:
-            spent = time.perf_counter() - began
-            enough, patient = len(kept) >= least, spent < PATIENCE * seconds
-            if len(cpu) >= least and (spent >= seconds or once) and (enough or not patient):
+            spent, kept = time.perf_counter() - began, [wall for wall, _, bad in taken if not bad]
+            if len(taken) >= least and (spent >= seconds or once) and (len(kept) >= least or spent >= PATIENCE * seconds):
                 break
-            machine, own, wall = machine_seconds(), own_seconds(), time.perf_counter()
-            for _ in range(repeats):
-                result = run()
-                if not chained:
-                    wait(result)
-            wait(result)
-            wall, own = time.perf_counter() - wall, own_seconds() - own
-            total = None if machine is None else (machine_seconds() or 0.0) - machine
-            cpu.append(own / repeats * 1e3)
-            if disturbed(total, own, wall, os.cpu_count() or 1):
-                rejected += 1
-            else:
-                kept.append(wall / repeats * 1e3)
+            taken.append(take(repeats))
     finally:
         if collecting:
             gc.enable()
-    return {"samples_ms": kept, "cpu_ms": statistics.median(cpu), "rejected": rejected, "repeats": repeats}
+    return {
+        "samples_ms": [wall * 1e3 for wall in kept],
+        "cpu_ms": statistics.median(own * 1e3 for _, own, _ in taken),
+        "rejected": len(taken) - len(kept),
+        "repeats": repeats,
+    }
 
 
 # Memory and energy

@@ -115,9 +115,12 @@ def attention(case: Attention, variant: str) -> Program:
 
 
 def sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Attention) -> str:
-    """Which of SDPA's back ends torch chooses for the call."""
+    """Which of SDPA's back ends torch chooses for the call. Raises RuntimeError for the one that is no kernel, on a GPU."""
     number = torch._fused_sdp_choice(q, k, v, None, 0.0, case.causal, enable_gqa=case.kv_heads != case.heads)
-    return f"sdpa {torch.nn.attention.SDPBackend(number).name.removesuffix('_ATTENTION').lower()}"
+    backend = torch.nn.attention.SDPBackend(number)
+    if DEVICE == "cuda" and backend == torch.nn.attention.SDPBackend.MATH:
+        raise RuntimeError("scaled_dot_product_attention falls back to its math back end for this case")
+    return f"sdpa {backend.name.removesuffix('_ATTENTION').lower()}"
 
 
 def piece(case: Piece, variant: str) -> Program:

@@ -169,7 +169,7 @@ def variants(case: Case, side: str, level: str) -> tuple[str, ...]:
     return (*chosen, "max-autotune") if level == "full" and "compile" in chosen else chosen
 
 
-BEATEN = 1.5
+BEATEN = 1.25
 """How many times as long as another variant one must take in the first pass to be timed no further."""
 
 
