@@ -154,14 +154,38 @@ def heading(number: int, samples: int) -> str:
     return f"--- sample {number} of {samples} ---\n" if samples > 1 else ""
 
 
-def parity(run: Run, data: Data = None, /) -> None:
+def parity(
+    run: Annotated[Positional[Path | None], arg(metavar="[RUN]")] = None,
+    data: Data = None,
+    /,
+    *,
+    dtype: str = "float32",
+    device: str = "",
+    precision: Literal["highest", "default"] = "highest",
+    html: Path | None = None,
+    json: Path | None = None,
+) -> None:
     """Loads a run into PyTorch and compares maps, logits, gradients, an optimizer step and generated tokens on its text; fails when they differ.
 
     Args:
-        run: Folder of a run.
+        run: Folder of a run; left out: a new model of the preset demo.
         data: A UTF-8 file or a folder to compare on; left out: the text that the run was trained on.
+        dtype: Some of float32, bfloat16 and float16, separated by commas; float64, the judge, always comes first.
+        device: Where JAX computes: some of cpu, gpu and tpu, separated by commas; left out: JAX's own choice. PyTorch computes on the processor.
+        precision: Of JAX's float32 products: highest, or default, which is TF32 on GPUs that have it and bfloat16 on TPUs.
+        html: Write the report as one page to this file, with the values inside both models and their attention maps.
+        json: Write the report to this file; docs/parity.md describes its fields.
     """
-    report = beside_torch("parity_tests.run_parity", "parity").run(run, data)
+    for name, file in (("--html", html), ("--json", json)):
+        require(file is None or (file.parent.is_dir() and not file.is_dir()), name, str(file), "must be a file in a folder that exists")
+    require(html is None or html != json, "--json", str(json), "must be another file than --html")
+    split = lambda names: tuple(filter(None, names.split(",")))
+    options = dict(devices=split(device), precision=precision, dtypes=split(dtype), tapped=True if html else None)
+    report = beside_torch("parity_tests.run_parity", "parity").run(run, data, **options)
+    if json is not None:
+        report.save(json)
+    if html is not None:
+        beside_torch("parity_tests.page", "parity").save(report, html)
     report.print()
     if not report.ok:
         raise RunError(report.summary())

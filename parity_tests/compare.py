@@ -88,6 +88,7 @@ def check(
         deviations = tolerances.scatter(lambda truth=truth: oracle.torch_values(truth, batch), dtype=dtype)
         narrow = oracle.flax_model(ours.config, rounded, dtype=dtype), oracle.torch_model(ours.config, rounded, dtype=dtype)
         programs = {"flax": oracle.flax_values(narrow[0], batch, names), "torch": oracle.torch_values(narrow[1], batch)}
+        report.maps = {name: {p: values[name] for p, values in programs.items()} for name in programs["flax"] if name.startswith("att")}
         judge(report, dtype, programs, oracle.torch_values(truth, batch), deviations)
     for dtype in ("float64", *(["float32"] if "float32" in dtypes else [])):
         rows = [row for row in report.rows[start:] if row.dtype == dtype]
@@ -119,12 +120,14 @@ def check_steps(
     config: OptimizerConfig,
     steps: Sequence[int],
     *,
+    narrow: bool = True,
     report: Report | None = None,
     **others: Values,
 ) -> Report:
     """Whether optimizer steps on one batch agree: losses, gradient norms, and each parameter and both of its moments after each number of `steps`.
 
-    ours, theirs, inputs as in `check`; the models stay as they were. `others` are float32 results of further programs under the same names.
+    ours, theirs, inputs as in `check`; the models stay as they were. Without `narrow` only in float64. `others` are
+    float32 results of further programs under the same names.
     """
     batch = oracle.Batch.of(inputs)
     models = {"float32": (ours, theirs), "float64": (oracle.in_float64(ours), oracle.in_float64(theirs))}
@@ -132,6 +135,7 @@ def check_steps(
         lambda dtype: oracle.flax_steps(models[dtype][0], batch, config, steps),
         lambda dtype, powers=None: oracle.torch_steps(models[dtype][1], batch, config, steps, powers),
         has_powers=True,
+        narrow=narrow,
         report=report,
         **others,
     )

@@ -26,7 +26,7 @@ from flax_gpt.nn.positions import sinusoidal_table
 from flax_gpt.training.loss import cross_entropy
 from flax_gpt.training.optimizer import global_norm, make_optimizer
 from flax_gpt.weights import tree
-from parity_tests import tolerances
+from parity_tests import arithmetic, tolerances
 from parity_tests.adapters import as_numpy
 
 Values = dict[str, np.ndarray]
@@ -202,13 +202,13 @@ _gradient_in_float64 = jax.jit(_gradient.__wrapped__, static_argnums=0, compiler
 
 @contextlib.contextmanager
 def _flax_arithmetic(model: nnx.Module, *, strict: bool = True) -> Iterator[None]:
-    """Products in full precision, float64 when the model has it, and `strict`: no silent promotion of ranks, nor of dtypes.
+    """Products in the precision asked for, float64 when the model has it, and `strict`: no silent promotion of ranks, nor of dtypes.
 
     NNX's LayerNorm promotes other dtypes against float32 by itself, so dtypes are held strictly in float32 models only.
     """
     wide, strict_dtypes = model.config.param_dtype == "float64", model.config.param_dtype == "float32"
     with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.default_matmul_precision("highest"))
+        stack.enter_context(jax.default_matmul_precision(arithmetic.precision(model.config.param_dtype)))
         stack.enter_context(jax.enable_x64(wide))
         if strict:
             stack.enter_context(jax.numpy_rank_promotion("raise"))

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import itertools
+import os
 import platform
 import re
 import zlib
@@ -16,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from benchmarks import machine
 from flax_gpt.errors import require
-from parity_tests import adapters, diagnosis, judgement, taps, tolerances
+from parity_tests import adapters, arithmetic, diagnosis, judgement, taps, tolerances
 from parity_tests import names as naming
 from parity_tests.adapters import Inputs, as_numpy, named_leaves
 from parity_tests.report import Report, Row
@@ -68,7 +70,7 @@ class Case:
 
     def our_results(self, dtype: str, rounded: str | None = None) -> Values:
         """output or outputs/PATH, loss, grads/LEAF and grads/inputs.NAME of ours in `dtype`, of numbers that were rounded to `rounded` first."""
-        with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("highest"):
+        with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision(arithmetic.precision(dtype)):
             call = self.ours.at(dtype, self.values)
             values, arrays = self._flax_numbers(dtype, rounded)
             if dtype == "float64":
@@ -94,8 +96,8 @@ class Case:
 
     def our_taps(self, dtype: str, rounded: str | None = None) -> tuple[Values, Values]:
         """{tap: value} and {tap: cotangent} of ours, in the order of the forward computation."""
-        # "float32" is another name for "highest": what jax.jit has traced under that one, without marks, is traced again
-        with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("float32"):
+        # under a synonym: what jax.jit has traced under the first name, without marks, is traced again
+        with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision(arithmetic.synonym(dtype)):
             call = self.ours.at(dtype, self.values)
             values, arrays = self._flax_numbers(dtype, rounded)
             inputs = self.inputs.replaced(arrays)
@@ -412,6 +414,6 @@ def environment() -> dict[str, str]:
         **versions,
         "jax devices": ", ".join(sorted({f"{device.platform} {device.device_kind}" for device in jax.devices()})),
         "torch device": "cpu",
-        "matmul precision": f"jax highest, torch {torch.get_float32_matmul_precision()}",
-        "machine": f"{platform.system()} {platform.machine()}, {platform.processor() or 'processor unknown'}",
+        "matmul precision": f"jax {arithmetic.precision()}, torch {torch.get_float32_matmul_precision()}",
+        "machine": f"{platform.system()} {platform.machine()}, {machine.cpu()}, {os.cpu_count()} processors",
     }

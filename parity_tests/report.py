@@ -77,6 +77,8 @@ class Row:
     """Elements that are NaN or infinite in all programs alike, where the case says that they may be."""
     diagnosis: str = ""
     """The known fault that explains the difference, when there is one."""
+    device: str = ""
+    """Where JAX computed it: "cpu", "gpu" or "tpu"; empty where that was not said."""
 
     @property
     def ok(self) -> bool:
@@ -127,6 +129,8 @@ class Report:
         self.rows: list[Row] = []
         self.maps: dict[str, dict[str, np.ndarray]] = {}
         """{name of a row: {program: attention map (B, H, T, S)}} in the narrowest dtype compared, for pictures; not part of the JSON form."""
+        self.axes: dict[str, tuple[list[list[str]], list[list[str]]]] = {}
+        """{name of a map: (the tokens that ask, those that are asked)}, a list for each of B; not part of the JSON form."""
 
     @property
     def ok(self) -> bool:
@@ -214,15 +218,19 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes to_json() to a file, under a temporary name first. Raises InputError when its folder does not exist."""
-        path = pathlib.Path(path)
-        if not path.parent.is_dir():
-            raise InputError("path", str(path), "must be a file in a folder that exists")
-        temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
-        try:
-            temporary.write_text(self.to_json() + "\n", encoding="utf-8")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(pathlib.Path(path), self.to_json() + "\n")
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Writes a file under a temporary name and renames it. Raises InputError when its folder does not exist."""
+    if not path.parent.is_dir():
+        raise InputError("path", str(path), "must be a file in a folder that exists")
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:

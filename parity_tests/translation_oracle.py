@@ -1,7 +1,7 @@
 """Runs the encoder-decoders of both packages on one batch and names what they compute, as `oracle` does for the other models."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,9 @@ from flax_gpt.training.loss import cross_entropy
 from flax_gpt.training.optimizer import global_norm, make_optimizer
 from flax_gpt.training.pairs import PairBatch
 from flax_gpt.weights import tree
-from parity_tests import compare, tolerances
+from parity_tests import arithmetic, compare, tolerances
+from parity_tests.adapters import as_numpy
+from parity_tests.judgement import judge
 from parity_tests.report import Report
 
 Values = dict[str, np.ndarray]
@@ -86,7 +88,7 @@ def flax_values(case: Case, dtype: str) -> Values:
         updates, _ = optimizer.update(grads, optimizer.init(params), params)
         return loss, logits, maps, grads, global_norm(grads), optax.apply_updates(params, updates)
 
-    with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("highest"):
+    with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision(arithmetic.precision(dtype)):
         loss, logits, maps, grads, norm, stepped = run(params)
         model = nnx.merge(graph, params, rest)
         groups = {"grads": tree.torch_weights(model, grads), "weights": tree.torch_weights(model, stepped)}
@@ -108,17 +110,39 @@ def torch_values(case: Case, dtype: str, powers: np.random.Generator | None = No
     groups = {"grads": torch_ref.weights.tree.gradients(model)}
     found["grad_norm"] = optimizer.step()
     groups["weights"] = torch_ref.weights.tree.torch_weights(model, dict(model.named_parameters()))
-    return {name: value.detach().numpy().copy() for name, value in found.items()} | _flat(groups)
+    return {name: as_numpy(value) for name, value in found.items()} | _flat(groups)
 
 
-def check(case: Case, report: Report | None = None) -> Report:
-    """Whether both packages compute the same for a case, in float64 and in float32."""
-    return compare.check_programs(
-        lambda dtype: flax_values(case, dtype),
-        lambda dtype, powers=None: torch_values(case, dtype, powers),
-        has_powers=True,
-        report=report,
-    )
+def check(case: Case, report: Report | None = None, *, dtypes: Sequence[str] = ("float32",)) -> Report:
+    """Whether both packages compute the same for a case, in float64 and in each of `dtypes`: some of "float32", "bfloat16" and "float16".
+
+    Half precision is compared up to the gradients. The report takes the maps of the narrowest of the dtypes.
+    """
+    report = Report() if report is None else report
+    kept: dict[str, Values] = {}
+
+    def own_values(dtype: str) -> Values:
+        kept["flax"] = flax_values(case, dtype)
+        return kept["flax"]
+
+    def their_values(dtype: str, powers: np.random.Generator | None = None) -> Values:
+        found = torch_values(case, dtype, powers)
+        if powers is None:
+            kept["torch"] = found
+        return found
+
+    compare.check_programs(own_values, their_values, has_powers=True, narrow="float32" in dtypes, report=report)
+    for dtype in (dtype for dtype in dtypes if dtype != "float32"):
+        rounded = dataclasses.replace(case, weights={name: x.astype(dtype).astype(np.float32) for name, x in case.weights.items()})
+        truth = lambda rounded=rounded: _before_the_step(torch_values(rounded, "float64"))
+        kept = {p: _before_the_step(values(rounded, dtype)) for p, values in (("flax", flax_values), ("torch", torch_values))}
+        judge(report, dtype, kept, truth(), tolerances.scatter(truth, dtype=dtype))
+    report.maps = {name: {p: values[name] for p, values in kept.items()} for name in kept["flax"] if name.split("/")[0] in KINDS}
+    return report
+
+
+def _before_the_step(values: Values) -> Values:
+    return {name: value for name, value in values.items() if not name.startswith("weights/")}
 
 
 def _flat(groups: Mapping[str, Values]) -> Values:
