@@ -67,7 +67,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
             "flax_gpt/nn/positions.py",
             "/ 10000.0 **",
             "/ 1000.0 **",
-            "test_architectures.py::test_positions_are_equal_in_both_up_to_8191[sinusoidal]",
+            "test_golden.py::test_sinusoidal_positions",
         ),
         "rotation turned back": Fault(
             "flax_gpt/nn/rotary.py",
