@@ -304,12 +304,6 @@ FAULTS: dict[str, dict[str, Fault]] = {
             "s.cache._replace(lengths=last + 1)",
             "test_generation.py::test_both_frameworks_draw_the_same_tokens_with_and_without_cache",
         ),
-        "dropout while writing": Fault(
-            _SAMPLING,
-            "    model.eval()\n    return model",
-            "    return model",
-            "test_generation.py::test_nothing_is_dropped_out_and_the_mode_is_restored",
-        ),
         "NaN goes on": Fault(
             _SAMPLING,
             "finite=s.finite & jnp.all(jnp.isfinite(logits))",
