@@ -23,6 +23,7 @@ class Ours(nnx.Module):
 
 @pytest.mark.parametrize("epsilon", [1e-5, 1e-3])
 def test_port(parity, epsilon):
+    torch.manual_seed(0)
     theirs = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
     assert parity(Ours(epsilon), theirs, np.ones((2, 4), np.float32) * [[1.0], [2.0]], weights="copy").rows
 """
@@ -46,7 +47,7 @@ def test_the_fixture_names_the_first_layer_that_differs(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "test_port.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 failed, 1 passed" in done.stdout
+    assert "1 failed, 1 passed" in done.stdout, done.stdout
     assert "first difference: taps/norm (float64)" in done.stdout
     assert "looks like: epsilon: ours is a layer norm with epsilon 0.001, theirs is a layer norm with epsilon 1e-05" in done.stdout
     assert "agree before it: linear" in done.stdout

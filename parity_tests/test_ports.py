@@ -316,6 +316,7 @@ def test_linen_modules_and_plain_functions():
             x = flax.linen.LayerNorm(epsilon=1e-5, name="norm")(jax.nn.relu(x))
             return flax.linen.Dense(4, name="two")(flax.linen.Dropout(0.5, deterministic=not train)(x))
 
+    torch.manual_seed(0)
     theirs = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.LayerNorm(6), nn.Linear(6, 4))
     x = np.random.default_rng(1).standard_normal((3, 4)).astype(np.float32)
     net = Net()
@@ -331,7 +332,8 @@ def test_linen_modules_and_plain_functions():
     weight = adapters.Torch(theirs).values()
     params = [jnp.asarray(weight["0.weight"].T), jnp.asarray(weight["0.bias"])]
     function = Function(lambda params, x, power: (x @ params[0] + params[1]) ** power, params, power=1)
-    assert check(function, theirs[0], (x,), names={"0": "weight", "1": "bias"}).ok
+    report = check(function, theirs[0], (x,), names={"0": "weight", "1": "bias"})
+    assert report.ok, report.failures()
     wrong = Function(function.f, params, power=2)
     assert not check(wrong, theirs[0], (x,), names={"0": "weight", "1": "bias"}).ok
 
