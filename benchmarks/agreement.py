@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from benchmarks import cases, inputs, worker
 from benchmarks.cases import (
+    KINDS,
     OPTIMIZER,
     SIZES,
     Attention,
@@ -257,19 +258,7 @@ def by_rounding(report: Report, dtype: str, outputs: Outputs, run: Callable[[], 
         compare.judge(report, dtype, outputs, run(), tolerances.scatter(run), reference=REFERENCE if REFERENCE in outputs else "")
 
 
-JUDGES: dict[str, Callable[..., None]] = {
-    "matmul": matmul,
-    "copy": copy,
-    "attention": attention,
-    "piece": piece,
-    "forward": forward,
-    "train": train,
-    "generate": generate,
-    "beam": beam,
-    "start": start,
-    "checkpoint": checkpoint,
-    "data": data,
-}
+JUDGES: dict[str, Callable[..., None]] = {kind: globals()[kind] for kind in KINDS}
 
 
 @dataclasses.dataclass(frozen=True)

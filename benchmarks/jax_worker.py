@@ -18,7 +18,7 @@ import optax
 from flax import nnx
 
 from benchmarks import inputs, worker
-from benchmarks.cases import OPTIMIZER, SIZES, Attention, Beam, Checkpoint, Copy, Data, Forward, Generate, Matmul, Piece, Start, Train
+from benchmarks.cases import KINDS, OPTIMIZER, SIZES, Attention, Beam, Checkpoint, Copy, Data, Forward, Generate, Matmul, Piece, Start, Train
 from benchmarks.worker import Program
 from flax_gpt.config import GPTConfig
 from flax_gpt.generation import sampling
@@ -270,19 +270,7 @@ def data(case: Data, variant: str) -> Program:
     return Program(lambda: windows[next(steps)], lambda: worker.epoch(windows[step][:2] for step in range(windows.steps_per_epoch)))
 
 
-BUILDERS: dict[str, worker.Builder] = {
-    "matmul": matmul,
-    "copy": copy,
-    "attention": attention,
-    "piece": piece,
-    "forward": forward,
-    "train": train,
-    "generate": generate,
-    "beam": beam,
-    "start": start,
-    "checkpoint": checkpoint,
-    "data": data,
-}
+BUILDERS: dict[str, worker.Builder] = {kind: globals()[kind] for kind in KINDS}
 SIDE = worker.Side("jax", BUILDERS, setup, device_peak, first_step)
 
 if __name__ == "__main__":

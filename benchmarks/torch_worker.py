@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import inputs, worker
-from benchmarks.cases import OPTIMIZER, SIZES, Attention, Beam, Checkpoint, Copy, Data, Forward, Generate, Matmul, Piece, Start, Train
+from benchmarks.cases import KINDS, OPTIMIZER, SIZES, Attention, Beam, Checkpoint, Copy, Data, Forward, Generate, Matmul, Piece, Start, Train
 from benchmarks.torch_fast import FastGPT
 from benchmarks.worker import Program
 from flax_gpt.config import GPTConfig
@@ -337,19 +337,7 @@ def data(case: Data, variant: str) -> Program:
     return Program(lambda: batch(next(counter) % steps), lambda: worker.epoch(batch(step) for step in range(steps)))
 
 
-BUILDERS: dict[str, worker.Builder] = {
-    "matmul": matmul,
-    "copy": copy,
-    "attention": attention,
-    "piece": piece,
-    "forward": forward,
-    "train": train,
-    "generate": generate,
-    "beam": beam,
-    "start": start,
-    "checkpoint": checkpoint,
-    "data": data,
-}
+BUILDERS: dict[str, worker.Builder] = {kind: globals()[kind] for kind in KINDS}
 SIDE = worker.Side("torch", BUILDERS, setup, device_peak, first_step)
 
 if __name__ == "__main__":

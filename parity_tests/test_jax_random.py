@@ -270,7 +270,7 @@ def test_noise_of_generation():
     theirs = torch_ref.generation.draws.gumbel(torch.from_numpy(keys.astype(np.int64)), 1024).numpy()
     if rounds_alike():
         same(theirs, ours)
-    np.testing.assert_allclose(theirs, ours, rtol=tolerances.ELEMENTARY * tolerances.UNIT["float32"], atol=3 * tolerances.UNIT["float32"])
+    np.testing.assert_allclose(theirs, ours, **tolerances.noise_limits())
 
 
 def test_sampled_text_from_nothing_but_a_key():

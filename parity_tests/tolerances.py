@@ -361,3 +361,8 @@ def agrees(found: Any, expected: Any, dtype: str = "float64") -> bool:
 def mass_error(count: int, dtype: str = "float32") -> float:
     """Bound on the error of sums of up to `count` probabilities: each an exponential over a sum of as many (Higham 2002, equation 3.5)."""
     return (2 * count + ELEMENTARY) * UNIT[dtype]
+
+
+def noise_limits(dtype: str = "float32") -> dict[str, float]:
+    """rtol and atol of Gumbel noise −log(−log u) from two libraries' logarithms: the outer one errs by itself, the inner one near noise 0."""
+    return {"rtol": ELEMENTARY * UNIT[dtype], "atol": 3 * UNIT[dtype]}
