@@ -35,7 +35,7 @@ from flax_gpt.training.data import Windows, load_corpus
 from flax_gpt.training.loop import Stopped, evaluate, load_run, train
 from flax_gpt.training.loss import cross_entropy
 from flax_gpt.training.optimizer import clip_by_global_norm, decayed_names, learning_rate, make_optimizer
-from flax_gpt.training.state import failed, make_step, new_model, new_state, split_model, to_arrays
+from flax_gpt.training.state import failed, from_arrays, make_step, new_model, new_state, split_model, to_arrays
 
 # Loss
 
@@ -184,6 +184,23 @@ def test_one_compilation_serves_every_batch_and_nothing_piles_up() -> None:
     assert int(s.state.step) == 30
     assert arrays[2] == arrays[-1]
     assert s.state.line_tokens == sum(s.windows[i].weights.sum() for i in range(25, 30))
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_the_second_step_is_not_compiled_anew(placed: bool, tmp_path: Path) -> None:
+    """Also where the weights have a device of their own, as loaded ones have, and after a checkpoint was read back."""
+    s = Stepper()
+    model = new_model(GPTConfig(vocab_size=9, **MODEL), 0)
+    if placed:
+        nnx.update(model, jax.device_put(nnx.state(model, nnx.Param), jax.devices()[0]))
+    _, params, rest = split_model(model)
+    state = new_state(params, rest, s.optimizer)
+    for number in range(3):
+        state = s.step(state, s.windows[number])
+    assert s.step._cache_size() == 1
+    state = from_arrays({name: np.asarray(array) for name, array in to_arrays(state).items()}, state)
+    s.step(state, s.windows[3])
+    assert s.step._cache_size() == 1
 
 
 def test_the_step_deletes_its_state_but_not_the_models_arrays() -> None:

@@ -59,10 +59,15 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
 
 
 def new_state(params: nnx.State, rest: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first update. Arrays are copied: the step donates its state, and nobody else may hold what it deletes."""
+    """The state before the first update. Arrays are copied: the step donates its state, and nobody else may hold what it deletes.
+
+    All are committed to the devices of the parameters, as the results of a step over such parameters are: a step whose second state were placed
+    otherwise than its first would be compiled twice.
+    """
     params, rest = jax.tree.map(jnp.copy, (params, rest))
     zero = lambda: jnp.zeros((), jnp.float32)
-    return TrainState(jnp.zeros((), jnp.int32), params, rest, optimizer.init(params), zero(), zero(), zero(), zero())
+    state = TrainState(jnp.zeros((), jnp.int32), params, rest, optimizer.init(params), zero(), zero(), zero(), zero())
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), state)
 
 
 def failed(state: TrainState) -> jax.Array:
@@ -158,5 +163,6 @@ def to_arrays(state: Any) -> dict[str, Any]:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], like: Any) -> Any:
-    """A tree like `like` filled from {dotted path: array}; the device gets copies, since a step may delete them."""
-    return jax.tree.map_with_path(lambda path, leaf: jnp.array(arrays[leaf_name(path)]), like)
+    """A tree like `like` filled from {dotted path: array}, placed as its arrays are; the devices get copies, since a step may delete them."""
+    place = lambda leaf: leaf.sharding if isinstance(leaf, jax.Array) else None
+    return jax.tree.map_with_path(lambda path, leaf: jax.device_put(jnp.array(arrays[leaf_name(path)]), place(leaf)), like)
