@@ -41,7 +41,7 @@ def draw(numbers: Rank, out_path: str | os.PathLike[str]) -> Path:
             parts.tidy(axes)
             axes.legend(frameon=False, loc="lower left" if axes is maps else "upper right", bbox_to_anchor=(0, 0.17) if axes is maps else None)
         maps.set_ylim(numbers.threshold / 10)
-        maps.text(numbers.length, numbers.threshold * 1.15, f"counts as rank above {numbers.threshold:g}", ha="right", va="bottom", fontsize=8.5)
+        maps.text(2, numbers.threshold / 1.15, f"counts as rank above {numbers.threshold:g}", ha="left", va="top", fontsize=8.5)
         rows = [
             [name, _span(s.score_rank), _span(s.map_rank), _span(s.map_effective_rank), f"{s.mean_map_rank}", f"{s.mean_map_effective_rank:.1f}"]
             for name, s in named.items()
