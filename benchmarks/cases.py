@@ -213,6 +213,10 @@ class ModelCase(Case):
         values = json.loads((Path(self.trained) / "model.json").read_text(encoding="utf-8"))
         return Size(GPTConfig.from_dict(values["config"]), values["batch"], values["length"])
 
+    @property
+    def unit(self) -> tuple[str, float]:
+        return "tokens", self.model.batch * self.model.length
+
 
 @dataclasses.dataclass(frozen=True)
 class Forward(ModelCase):
@@ -228,10 +232,6 @@ class Forward(ModelCase):
     @property
     def flops(self) -> float:
         return forward_flops(self.model.config, self.model.batch, self.model.length)
-
-    @property
-    def unit(self) -> tuple[str, float]:
-        return "tokens", self.model.batch * self.model.length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,10 +253,6 @@ class Train(ModelCase):
     @property
     def flops(self) -> float:
         return 3 * forward_flops(self.model.config, self.model.batch, self.model.length)
-
-    @property
-    def unit(self) -> tuple[str, float]:
-        return "tokens", self.model.batch * self.model.length
 
 
 @dataclasses.dataclass(frozen=True)
