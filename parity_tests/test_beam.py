@@ -314,6 +314,8 @@ def test_one_compilation_serves_every_request_of_a_size(models):
         (TRANSLATE, dict(beams=-1), "beams"),
         (TRANSLATE, dict(beams=2.0), "beams"),
         (TRANSLATE, dict(beams=True), "beams"),
+        (TRANSLATE, dict(beams=10**9), "beams"),
+        (WRITE, dict(beams=2**31 // WRITE.vocab_size + 1), "beams"),
         (TRANSLATE, dict(beams=2, n_best=3), "n_best"),
         (TRANSLATE, dict(n_best=0), "n_best"),
         (TRANSLATE, dict(early_stopping="always"), "early_stopping"),
@@ -344,6 +346,13 @@ def test_both_packages_refuse_in_the_same_words(models, config, change, argument
         refusals.append(str(refused.value))
         assert refused.value.argument == argument
     assert refusals[0] == refusals[1]
+
+
+def test_more_beams_than_memory_holds_are_refused(models):
+    model, _ = models[TRANSLATE, "float32"]
+    with pytest.raises(InputError, match=r"^beams = 200000000: hypotheses for each of \d rows need at least .* GiB, and this device holds "):
+        beam_search(model, TOKENS, 5, beams=200_000_000)
+    beam_search(model, TOKENS, 5, beams=2_000)
 
 
 def test_what_cannot_be_continued_and_what_is_not_finite_fail(models):

@@ -212,6 +212,8 @@ def test_a_smoothing_outside_its_range_is_refused(smoothing):
         (b"a\tb\n\tb\n", ", line 2", "has an empty source"),
         (b"a\tb\na\t\r\n", ", line 2", "has an empty target"),
         (b"a\tb\nc\tx\xff\n", ", line 2", "is not UTF-8: byte 0xff at byte 3 of the line"),
+        (b"a\tb\nc\tx\0\n", ", line 2", "holds a NUL at byte 3 of the line"),
+        ("a\tb\n".encode("utf-16-le"), ", line 1", "holds a NUL at byte 1 of the line"),
         (b"", "", "holds no line"),
     ],
 )
@@ -343,6 +345,9 @@ def test_a_run_is_loaded_evaluated_and_translates(run):
     for text, limit in (("", "at least one character"), ("abd", "not among"), ("abcabcabc", "at most max_len = 8")):
         with pytest.raises(InputError, match=limit):
             translate(loaded, [text])
+    for sources, limit in ((["abc", b"abc"], "^source = b'abc': must be a string"), ("abc", "^sources = 'abc': must be a list"), ([], "^sources = ")):
+        with pytest.raises(InputError, match=limit):
+            translate(loaded, sources)
 
 
 def test_a_trained_run_computes_the_same_in_torch(run):
@@ -362,9 +367,9 @@ def test_cross_attention_is_drawn(run, tmp_path):
     _, encoder_maps = run.model.encode(run.tokenizer.encode_source("abca")[None], return_attention=True)
     for found, wanted in zip(attention.attention_maps(run.model, run.tokenizer.encode_source("abca")), encoder_maps, strict=True):
         np.testing.assert_array_equal(found, wanted[0])
-    for options, argument in ((dict(target="ABCABCABC"), "target"), (dict(target="A", layer=2), "layer"), (dict(target="A", head=1), "head")):
+    for target, options, argument in (("ABCABCABC", {}, "target"), (1, {}, "target"), ("A", dict(layer=2), "layer"), ("A", dict(head=1), "head")):
         with pytest.raises(InputError, match=f"^{argument} = "):
-            cross_attention.draw(run, "abca", tmp_path, **options)
+            cross_attention.draw(run, "abca", tmp_path, target=target, **options)
 
 
 @pytest.mark.parametrize(

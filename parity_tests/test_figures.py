@@ -13,7 +13,8 @@ from matplotlib.image import imread
 
 from flax_gpt.config import EncoderConfig, GPTConfig
 from flax_gpt.errors import InputError
-from flax_gpt.figures import attention, loss_curve, style
+from flax_gpt.figures import attention, cross_attention, loss_curve, style
+from flax_gpt.generation.translate import translate
 from flax_gpt.training.labels import LabelTokenizer
 from flax_gpt.training.tokenizer import CharTokenizer
 from parity_tests import oracle
@@ -131,8 +132,23 @@ def test_layers_and_heads_that_are_none_are_refused(classifier, layer, head, arg
         attention.draw(classifier, "村子", tmp_path, layer=layer, head=head)
 
 
+def test_what_translates_nothing_has_no_cross_attention(run, classifier, tmp_path):
+    for other, name in ((classifier, "TinyTransformer"), (run, "MiniGPT"), (None, "NoneType")):
+        with pytest.raises(InputError, match=f"^run = '{name}': must be a run of the kind 'encoder-decoder'"):
+            cross_attention.draw(other, "村子", tmp_path)
+        with pytest.raises(InputError, match=f"^run = '{name}': "):
+            translate(other, ["村子"])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_draw_refuses_what_the_model_cannot_read(run, tmp_path):
-    for text, message in (("", "text = ''"), ("春" * 9, "at most max_len = 8"), ("é", "text = 'é'")):
+    for text, message in (
+        ("", "text = ''"),
+        (b"abc", "must be a string"),
+        (None, "must be a string"),
+        ("春" * 9, "at most max_len = 8"),
+        ("é", "text = 'é'"),
+    ):
         with pytest.raises(InputError, match=message):
             attention.draw(run, text, tmp_path)
     assert list(tmp_path.iterdir()) == []

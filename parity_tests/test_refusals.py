@@ -17,16 +17,22 @@ import torch_ref.generation.sampling
 import torch_ref.kernels.api
 import torch_ref.models.encoder_decoder
 import torch_ref.models.gpt
-from flax_gpt.config import EncoderConfig, EncoderDecoderConfig, GPTConfig, RopeConfig, TrainConfig
+from flax_gpt.config import EncoderConfig, EncoderDecoderConfig, GPTConfig, OptimizerConfig, RopeConfig, TrainConfig
 from flax_gpt.errors import InputError
 from flax_gpt.generation.beam import beam_search
-from flax_gpt.generation.sampling import generate
+from flax_gpt.generation.sampling import generate, stream
 from flax_gpt.kernels.api import attend
 from flax_gpt.models.encoder_decoder import EncoderDecoder
 from flax_gpt.nn import rope_tables
 from flax_gpt.training import memory
+from flax_gpt.training.data import load_corpus
+from flax_gpt.training.labels import LabelTokenizer
 from flax_gpt.training.loop import train
+from flax_gpt.training.optimizer import make_optimizer
+from flax_gpt.training.pairs import PairTokenizer
 from flax_gpt.training.state import new_model
+from flax_gpt.training.table import read_table
+from flax_gpt.training.tokenizer import CharTokenizer
 from flax_gpt.weights.tree import load_weights
 from parity_tests import oracle, translation_oracle
 
@@ -207,11 +213,55 @@ def test_what_no_memory_holds_is_refused_before_anything_is_written(sizes, argum
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "optimizer", [OptimizerConfig(), OptimizerConfig("adam"), OptimizerConfig("sgd"), OptimizerConfig("sgd", momentum=0.0)], ids=lambda o: o.optimizer
+)
 @pytest.mark.parametrize("config", [GPT, EncoderConfig(), PAIRS, dataclasses.replace(GPT, gated=True, positions="learned", num_kv_heads=1)])
-def test_the_memory_of_a_state_is_underestimated_by_little(config):
-    model = nnx.eval_shape(lambda: new_model(config, 0))
-    whole = 16 * sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    assert 0.8 * whole < memory.state_bytes(config) - (4 * config.max_len * config.d_model if config.positions == "sinusoidal" else 0) <= whole
+def test_the_memory_of_a_state_is_underestimated_by_little(config, optimizer):
+    params = nnx.state(nnx.eval_shape(lambda: new_model(config, 0)), nnx.Param)
+    kept = jax.eval_shape(make_optimizer(optimizer, 10).init, params)
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, params, kept)))
+    table = 4 * config.max_len * config.d_model if config.positions == "sinusoidal" else 0
+    assert 0.8 * whole < memory.state_bytes(config, optimizer) - table <= whole
+
+
+def test_the_parts_of_a_batch_need_the_memory_of_one():
+    tokens = int(memory.device_bytes() / memory.step_bytes(GPT, 1) / 2)
+    with pytest.raises(InputError, match=f"^batch_size = {16 * tokens}: rows of 1 tokens in 2 parts make a step need at least "):
+        memory.check_memory(GPT, TrainConfig(batch_size=16 * tokens, accumulate=2), 1)
+    memory.check_memory(GPT, TrainConfig(batch_size=16 * tokens, accumulate=16), 1)
+
+
+PAIR_TOKENIZER = PairTokenizer(CharTokenizer("ab"), CharTokenizer("ab"))
+
+
+@pytest.mark.parametrize("text", [b"ab", None, 3, ["a", "b"], np.array([0, 1])])
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (CharTokenizer, "characters"),
+        (CharTokenizer.from_text, "text"),
+        (CharTokenizer("ab").encode, "text"),
+        (PAIR_TOKENIZER.encode_source, "source"),
+        (PAIR_TOKENIZER.encode_target, "target"),
+        (LabelTokenizer(CharTokenizer("ab"), ["0", "1"]).encode, "text"),
+    ],
+)
+def test_a_text_is_a_string(call, argument, text):
+    with pytest.raises(InputError, match=f"^{argument} = .*: must be a string, and is of the type {type(text).__name__}"):
+        call(text)
+
+
+def test_a_prompt_is_a_string(models):
+    with pytest.raises(InputError, match=r"^prompt = b'a': must be a string"):
+        stream(models["gpt"][0], CharTokenizer("abcdefg"), b"a", 3)
+
+
+@pytest.mark.parametrize("read", [load_corpus, read_table])
+@pytest.mark.parametrize("data", [b"text.txt", 3, ["a.txt"]])
+def test_data_are_named_by_a_path(read, data):
+    with pytest.raises(InputError, match=f"^data = '{type(data).__name__}': must be a path"):
+        read(data)
 
 
 def test_tensors_of_torch_load_whatever_their_dtype():

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from flax_gpt.errors import is_integer, require
 from flax_gpt.figures import style
 from flax_gpt.models.encoder_decoder import EncoderDecoder
+from flax_gpt.training.tokenizer import check_text
 
 MARGIN = 1.0
 """Inches a panel beside its cells, for labels and title."""
@@ -116,11 +117,12 @@ def draw(run: Any, text: str, out_folder: str | os.PathLike[str], *, layer: int 
     """Draws attention-layers.png and attention-heads.png for `text`, or attention-layer-L[-head-H].png, and returns their paths.
 
     `run` has a `model` and a `tokenizer`: a GPT's, a classifier's, or an encoder-decoder's, whose encoder is drawn. The attention is computed once.
-    Raises InputError for an empty text, one longer than the model's max_len, one with unknown characters, and for what `check_choice` refuses.
+    Raises InputError for a text that is empty, no string, longer than the model's max_len or has unknown characters, and for what `check_choice`
+    refuses.
     """
     config = run.model.config
     check_choice(config, layer, head)
-    require(len(text) > 0, "text", text, "must hold at least one character")
+    check_text("text", text, smallest=1)
     translates = isinstance(run.model, EncoderDecoder)
     ids = run.tokenizer.encode_source(text, "text") if translates else run.tokenizer.encode(text, "text")
     require(len(ids) <= config.max_len, "text", f"{len(ids)} tokens", f"must be at most max_len = {config.max_len} tokens long")

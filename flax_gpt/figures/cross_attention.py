@@ -11,6 +11,7 @@ from flax import nnx
 from flax_gpt.errors import require
 from flax_gpt.figures import style
 from flax_gpt.figures.attention import check_choice, panels, pictures
+from flax_gpt.generation.prompts import check_translator
 from flax_gpt.generation.translate import translate
 
 END = "end"
@@ -36,9 +37,10 @@ def draw(
 ) -> list[Path]:
     """Draws cross-attention-layers.png and cross-attention-heads.png, or cross-attention-layer-L[-head-H].png, and returns their paths.
 
-    Columns are the source's characters, rows those that the decoder writes there: `target`, or its greedy translation. Raises InputError for a text
-    that is empty, too long for the model's max_len, or has unknown characters, and for what `check_choice` refuses.
+    Columns are the source's characters, rows those that the decoder writes there: `target`, or its greedy translation. Raises InputError for a run of
+    another kind, a text that is empty, no string, too long for the model's max_len, or has unknown characters, and for what `check_choice` refuses.
     """
+    check_translator(run)
     config, tokenizer = run.model.config, run.tokenizer
     check_choice(config, layer, head)
     ids = tokenizer.encode_source(source)

@@ -21,6 +21,7 @@ from flax_gpt.config import BeamConfig, EncoderDecoderConfig
 from flax_gpt.errors import RunError, is_integer, require
 from flax_gpt.generation.cache import KVCache, init_cache
 from flax_gpt.generation.prompts import bucket, check_model, read_prompts
+from flax_gpt.training.memory import check_beams
 
 
 class Hypotheses(NamedTuple):
@@ -105,7 +106,7 @@ def beam_search(
       use_cache: False computes everything anew for each token.
 
     Raises:
-      InputError: an argument that does not fit, named with its value and its limit.
+      InputError: an argument that does not fit, named with its value and its limit; more beams than the device's memory holds.
       RunError: the logits are NaN or infinite, or no_repeat_ngram bans every continuation of a row.
     """
     check_model(model, translates=True)
@@ -114,9 +115,12 @@ def beam_search(
     # What is traced, or used on the host alone, takes no part in what is compiled.
     plan = dataclasses.replace(asked, n_best=1, length_exponent=0.0, early_stopping=beams == 1 or early_stopping)
     rows = read_prompts(tokens, lengths, config.source_vocab if translates else config.vocab_size)
+    require(beams * config.vocab_size < 2**31, "beams", beams, f"times vocab_size = {config.vocab_size} must be below 2**31, a step's candidates")
     until = check_search(config, max(map(len, rows)), max_new_tokens, eos)
     end = config.eos if translates else -1 if eos is None else eos
     width = bucket(max(map(len, rows)), config.max_len)
+    positions = min(config.max_len, (1 if translates else width) + bucket(until))
+    check_beams(config, len(rows), beams, positions, use_cache=use_cache)
     padded = np.zeros((len(rows), width), np.int32)
     for row, real in zip(padded, rows, strict=True):
         row[: len(real)] = real

@@ -37,6 +37,13 @@ def check_model(model: Any, *, translates: bool = False) -> None:
     require(config is not None and not isinstance(config, wrong), "model", type(model).__name__, f"must be {kinds}")
 
 
+def check_translator(run: Any) -> None:
+    """Raises InputError for a run whose model is no encoder-decoder."""
+    model = getattr(run, "model", None)
+    translates = isinstance(getattr(model, "config", None), EncoderDecoderConfig)
+    require(translates, "run", type(run if model is None else model).__name__, "must be a run of the kind 'encoder-decoder'")
+
+
 def check_room(prompts: list[np.ndarray], new: Any, max_len: int, overflow: Any, smallest: int = 0) -> None:
     """Raises InputError for a number of new tokens below `smallest`, or, when overflow is "error", for one that does not fit."""
     require(is_integer(new) and new >= smallest, "max_new_tokens", new, f"must be an integer of at least {smallest}")

@@ -18,6 +18,7 @@ from flax_gpt.errors import RunError, is_integer, require
 from flax_gpt.generation.cache import KVCache, init_cache
 from flax_gpt.generation.draws import Method, Rule, draw, read_rule, row_keys
 from flax_gpt.generation.prompts import bucket, check_model, check_room, read_prompts
+from flax_gpt.training.tokenizer import check_text
 
 Overflow = Literal["slide", "error"]
 
@@ -109,14 +110,14 @@ def stream(
     """The text that follows `prompt`, as it is produced: `every` tokens at a time, one piece a sample, empty once eos has ended it.
 
     A sample's pieces, joined, are the text of its row in `generate` of as many equal rows, up to eos. The other arguments are those of `generate`.
-    Raises InputError, at once, as `generate` does, and for an empty prompt or a tokenizer of another vocabulary.
+    Raises InputError, at once, as `generate` does, and for a prompt that is empty or no string, and a tokenizer of another vocabulary.
     """
     check_model(model)
     config = model.config
     require(tokenizer.vocab_size == config.vocab_size, "tokenizer", f"{tokenizer.vocab_size} ids", f"must have vocab_size = {config.vocab_size}")
     for name, value in (("samples", samples), ("every", every)):
         require(is_integer(value) and value >= 1, name, value, "must be an integer of at least 1")
-    require(len(prompt) > 0, "prompt", prompt, "must hold at least one character")
+    check_text("prompt", prompt, smallest=1)
     prompts = read_prompts(np.repeat(np.asarray(tokenizer.encode(prompt, "prompt"))[None], samples, axis=0), None, config.vocab_size)
     method, rule = read_rule(temperature, top_k, top_p, eos, key, config.vocab_size)
     check_room(prompts, max_new_tokens, config.max_len, overflow, smallest=1)

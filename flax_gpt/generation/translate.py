@@ -7,6 +7,7 @@ import numpy as np
 
 from flax_gpt.errors import require
 from flax_gpt.generation.beam import beam_search
+from flax_gpt.generation.prompts import check_translator
 
 
 class Translation(NamedTuple):
@@ -20,9 +21,12 @@ class Translation(NamedTuple):
 def translate(run: Any, sources: Sequence[str], max_new_tokens: int | None = None, **options: Any) -> list[list[Translation]]:
     """The translations of each source, best first, as many as n_best; `options` are those of `beam_search`.
 
-    `run` has a `model` and a `tokenizer` of pairs. Raises InputError for no source, an empty one, one longer than the model's max_len, one with
-    unknown characters, and for what `beam_search` refuses.
+    `run` has a `model` and a `tokenizer` of pairs. Raises InputError for a run of another kind, for no list of sources or an empty one, for a
+    source that is empty, no string, longer than max_len or has unknown characters, and for what `beam_search` refuses.
     """
+    check_translator(run)
+    listed = isinstance(sources, Sequence) and not isinstance(sources, str | bytes)
+    require(listed, "sources", sources, "must be a list of strings")
     require(len(sources) > 0, "sources", list(sources), "must hold at least one text")
     rows = [run.tokenizer.encode_source(text) for text in sources]
     limit = run.model.config.max_len

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import grain
 import numpy as np
 
-from flax_gpt.errors import InputError, require
+from flax_gpt.errors import InputError, describe, require
 from flax_gpt.training.tokenizer import CODE_POINTS, CharTokenizer, code_points, smallest_unsigned
 
 OnBadFile = Literal["error", "skip"]
@@ -62,6 +62,7 @@ def load_corpus(
     Raises InputError for a path that is neither, a folder without a match, a text without characters, a character that `tokenizer` lacks, and, with
     on_bad_file 'error', a file that cannot be read or is not UTF-8 (named with the byte's offset); 'skip' leaves such files out.
     """
+    require(data is None or isinstance(data, str | os.PathLike), "data", describe(data), "must be a path, or None")
     require(on_bad_file in ("error", "skip"), "on_bad_file", on_bad_file, "must be 'error' or 'skip'")
     with contextlib.ExitStack() as stack:
         if data is None or data == SHIPPED:

@@ -12,7 +12,7 @@ import numpy as np
 from flax_gpt.errors import require
 from flax_gpt.training.loss import cross_entropy, token_losses
 from flax_gpt.training.table import Table, pad_rows
-from flax_gpt.training.tokenizer import CharTokenizer
+from flax_gpt.training.tokenizer import CharTokenizer, check_text
 
 
 class LabelTokenizer:
@@ -30,8 +30,8 @@ class LabelTokenizer:
         return hash((self.text, self.labels))
 
     def encode(self, text: str, argument: str = "text") -> np.ndarray:
-        """Ids (len(text),) int32. Raises InputError, naming `argument`, for a character that has no id, and for an empty text."""
-        require(len(text) > 0, argument, text, "must hold at least one character")
+        """Ids (len(text),) int32. Raises InputError, naming `argument`, for a character that has no id, for an empty text, and for no string."""
+        check_text(argument, text, smallest=1)
         return self.text.encode(text, argument).astype(np.int32)
 
     def to_json(self) -> str:

@@ -92,7 +92,7 @@ def train(
     data = _read(task, data, _options(task, glob, on_bad_file), record)
     config, train_config = _configs(task, config, train_config, data, record)
     dtypes_of(config)
-    check_memory(config, train_config.batch_size, window_of(config, train_config) if isinstance(task, LanguageTask) else 1)
+    check_memory(config, train_config, window_of(config, train_config) if isinstance(task, LanguageTask) else 1)
     prepared = task.prepare(data, config, train_config)
     folder.mkdir(parents=True, exist_ok=True)
     with checkpoint.lock(folder):

@@ -13,7 +13,7 @@ from flax_gpt.config import EncoderDecoderConfig
 from flax_gpt.errors import require
 from flax_gpt.training.loss import cross_entropy, token_losses
 from flax_gpt.training.table import Table, pad_rows
-from flax_gpt.training.tokenizer import CharTokenizer
+from flax_gpt.training.tokenizer import CharTokenizer, check_text
 
 SPECIAL = 3
 """Ids below the characters': pad, bos and eos, as EncoderDecoderConfig has them."""
@@ -34,13 +34,13 @@ class PairTokenizer:
         return hash((self.source, self.target))
 
     def encode_source(self, text: str, argument: str = "source") -> np.ndarray:
-        """Ids (len(text),) int32. Raises InputError, naming `argument`, for a character that has no id, and for an empty text."""
-        require(len(text) > 0, argument, text, "must hold at least one character")
+        """Ids (len(text),) int32. Raises InputError, naming `argument`, for a character that has no id, for an empty text, and for no string."""
+        check_text(argument, text, smallest=1)
         return self.source.encode(text, argument).astype(np.int32) + SPECIAL
 
     def encode_target(self, text: str, argument: str = "target") -> np.ndarray:
         """Ids (len(text),) int32, without bos and eos. Raises InputError as `encode_source`."""
-        require(len(text) > 0, argument, text, "must hold at least one character")
+        check_text(argument, text, smallest=1)
         return self.target.encode(text, argument).astype(np.int32) + SPECIAL
 
     def decode_target(self, ids: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from flax_gpt.errors import InputError, require
+from flax_gpt.errors import InputError, describe, require
 from flax_gpt.generation.prompts import bucket
 
 SHIPPED = "shipped:"
@@ -45,9 +45,9 @@ def read_table(data: str | Path, *, names: tuple[str, str] = ("source", "target"
     """Reads a UTF-8 file of lines SOURCE TAB TARGET; `data` is a path, or shipped:NAME for a file of the package.
 
     A byte order mark is dropped, line ends are LF or CRLF. Raises InputError, naming the file and the line, for a line without a tab or with several,
-    an empty side, a byte that is not UTF-8, and for what is missing, empty
-    or no regular file.
+    an empty side, a byte that is not UTF-8, a NUL, and for what is missing, empty or no regular file.
     """
+    require(isinstance(data, str | os.PathLike), "data", describe(data), "must be a path, or shipped:NAME")
     shipped = isinstance(data, str) and data.startswith(SHIPPED)
     name = str(data)
     try:
@@ -67,6 +67,8 @@ def read_table(data: str | Path, *, names: tuple[str, str] = ("source", "target"
             line = raw.removesuffix(b"\r").decode("utf-8")
         except UnicodeDecodeError as error:
             raise InputError("data", place, f"is not UTF-8: byte 0x{raw[error.start]:02x} at byte {error.start} of the line") from error
+        # UTF-16 of plain letters is UTF-8 too, every other character a NUL.
+        require("\0" not in line, "data", place, f"holds a NUL at byte {raw.find(0)} of the line, as UTF-16 does: it must be UTF-8 text")
         if number > content.count(b"\n") and not line:
             break
         tabs = line.count("\t")

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from flax_gpt.errors import InputError, require
+from flax_gpt.errors import InputError, describe, require
 
 FORMAT = 1
 CODE_POINTS = 0x110000
@@ -22,6 +22,13 @@ def code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
+def check_text(argument: str, text: object, smallest: int = 0) -> None:
+    """Raises InputError, naming `argument`, for what is no string and for one of fewer than `smallest` characters, 0 or 1."""
+    shown = text if len(repr(text)) <= 40 else describe(text)
+    require(isinstance(text, str), argument, shown, f"must be a string, and is of the type {type(text).__name__}")
+    require(bool(text) or smallest == 0, argument, text, "must hold at least one character")
+
+
 class CharTokenizer:
     """Ids 0 … V - 1 for the characters of `characters`, which must be distinct and sorted by code point.
 
@@ -29,7 +36,7 @@ class CharTokenizer:
     """
 
     def __init__(self, characters: str):
-        require(len(characters) > 0, "characters", characters, "must hold at least one character")
+        check_text("characters", characters, smallest=1)
         require(list(characters) == sorted(set(characters)), "characters", characters, "must be distinct and sorted by code point")
         self.characters = characters
         self.vocab_size = len(characters)
@@ -46,12 +53,13 @@ class CharTokenizer:
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """The tokenizer of the characters that occur in `text`. Raises InputError for an empty one."""
-        require(len(text) > 0, "text", text, "must hold at least one character")
+        """The tokenizer of the characters that occur in `text`. Raises InputError for an empty one and for what is no string."""
+        check_text("text", text, smallest=1)
         return cls("".join(sorted(set(text))))
 
     def encode(self, text: str, argument: str = "text") -> np.ndarray:
-        """Ids (len(text),) in the smallest unsigned dtype. Raises InputError, naming `argument`, for a character that has no id."""
+        """Ids (len(text),) in the smallest unsigned dtype. Raises InputError, naming `argument`, for a character without an id and for no string."""
+        check_text(argument, text)
         ids = self._ids[code_points(text)]
         if len(ids) and ids.min() < 0:
             place = int(np.argmax(ids < 0))

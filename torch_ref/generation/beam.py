@@ -57,6 +57,7 @@ def beam_search(
     translates = isinstance(config, EncoderDecoderConfig)
     plan = BeamConfig(beams, n_best, length_exponent, early_stopping, no_repeat_ngram)
     rows = read_prompts(tokens, lengths, config.source_vocab if translates else config.vocab_size)
+    require(beams * config.vocab_size < 2**31, "beams", beams, f"times vocab_size = {config.vocab_size} must be below 2**31, a step's candidates")
     until = check_search(config, max(map(len, rows)), max_new_tokens, eos)
     eos = config.eos if translates else eos
     found = []
