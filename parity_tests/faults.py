@@ -354,9 +354,21 @@ FAULTS: dict[str, dict[str, Fault]] = {
         ),
         "ours held to nothing": Fault(
             _TOLERANCES,
-            "return min(1.0 + FACTOR * reference, reference_limit())",
+            "return min(max(1.0 + FACTOR * reference, floor), reference_limit())",
             "return reference_limit()",
             "test_tolerances.py::test_ours_is_held_to_the_reference",
+        ),
+        "a floor for all": Fault(
+            _TOLERANCES,
+            "return max(1.0, float(np.max(np.mean(relative, axis=0) + spread)))",
+            "return reference_limit()",
+            "test_tolerances.py::test_a_large_tensor_is_held_to_the_reference_alone",
+        ),
+        "no floor": Fault(
+            _TOLERANCES,
+            "return max(1.0, float(np.max(np.mean(relative, axis=0) + spread)))",
+            "return 1.0",
+            "test_tolerances.py::test_sound_results_beside_an_exact_reference_pass[1]",
         ),
         "ten times the agreement": Fault(
             _TOLERANCES, "AGREEMENT = 1e-9", "AGREEMENT = 1e-8", "test_tolerances.py::test_programs_that_are_one_agree_to_nine_digits"

@@ -27,7 +27,7 @@ def judge(
 ) -> None:
     """Adds a row for each name of `truth`: the errors of every program in `dtype`, against the float64 values.
 
-    The first program is ours: where `reference` is among the others, ours is also held to its grade, or to `limit`, a grade, when that is given.
+    The first program is ours: where `reference` is among the others, ours is also held to its grade (`our_limit`), or to `limit`, when that is given.
     These two must have every name of `truth`, further programs need not; a name that `truth` does not have fails. nonfinite: patterns of the names
     that may hold NaN and infinity, in all programs in the same places. logits: patterns of the names whose last axis is a distribution over tokens.
     """
@@ -73,13 +73,14 @@ def _row(
         size = noise / tolerances.UNIT["float32"] or 1.0
     with np.errstate(invalid="ignore"):
         errors = {program: np.where(finite, value - truth, 0.0) for program, value in results.items()}
-    grades = {program: tolerances.grade(error, deviations, dtype) for program, error in errors.items()}
+    budget = tolerances.Budget(deviations)
+    grades = {program: budget.grade(error, dtype) for program, error in errors.items()}
     limits = dict.fromkeys(results, tolerances.reference_limit())
     ours = next(iter(results))
     if limit is not None:
         limits[ours] = limit
     elif reference in results and reference != ours:
-        limits[ours] = tolerances.our_limit(grades[reference])
+        limits[ours] = tolerances.our_limit(grades[reference], budget.floor)
     return Row(
         name,
         dtype,

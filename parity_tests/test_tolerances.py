@@ -107,9 +107,41 @@ def test_grades_grow_with_the_error(factor):
 
 
 def test_ours_is_held_to_the_reference():
-    assert tolerances.our_limit(0.0) == 1
-    assert tolerances.our_limit(0.5) == 1 + tolerances.FACTOR / 2
-    assert tolerances.our_limit(100.0) == tolerances.reference_limit()
+    assert tolerances.our_limit(0.0, 1.5) == 1.5
+    assert tolerances.our_limit(0.5, 1.5) == 1 + tolerances.FACTOR / 2
+    assert tolerances.our_limit(100.0, 1.5) == tolerances.reference_limit()
+    assert tolerances.our_limit(0.0, 100.0) == tolerances.reference_limit()
+
+
+def sound_results(size, count):
+    """`count` of (budget, errors of two sound programs): independent elements, drawn as those of the simulated runs are."""
+    rng = np.random.default_rng(size)
+    for _ in range(count):
+        yield tolerances.Budget(rng.standard_normal((tolerances.RUNS, size))), *rng.standard_normal((2, size))
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_sound_results_beside_an_exact_reference_pass(size):
+    """At most one in a thousand is beyond its limit; held to the worst simulated run, one in fifteen is, or more."""
+    count = 1000
+    grades = [(budget.grade(error, "float32"), budget.floor) for budget, error, _ in sound_results(size, count)]
+    assert sum(grade > tolerances.our_limit(0.0, floor) for grade, floor in grades) <= count / 1000
+    assert sum(grade > tolerances.our_limit(0.0, 1.0) for grade, _ in grades) > count / 20
+
+
+def test_a_large_tensor_is_held_to_the_reference_alone():
+    """One sound program beside another: the floor, far below what the reference alone may reach, decides nothing."""
+    for budget, error, reference in sound_results(20_000, 10):
+        grade = budget.grade(reference, "float32")
+        assert budget.floor < 0.75 * tolerances.reference_limit()
+        assert budget.grade(error, "float32") < tolerances.our_limit(grade, budget.floor) == tolerances.our_limit(grade, 1.0)
+
+
+def test_the_floor_of_runs_that_are_alike_is_their_error():
+    """Where every element errs as much in every run, where none does, and where only one run errs at all."""
+    assert tolerances.Budget(np.random.default_rng(4).choice([-1, 1], (8, 50)) * 1e-8).floor == 1
+    assert tolerances.Budget(np.zeros((8, 5))).floor == tolerances.Budget(np.zeros((8, 0))).floor == 1
+    assert tolerances.Budget(np.eye(8)[:, :1]).floor == 1
 
 
 def test_programs_that_are_one_agree_to_nine_digits():
