@@ -381,8 +381,8 @@ FAULTS: dict[str, dict[str, Fault]] = {
         ),
         "NaN is no error": Fault(
             _TOLERANCES,
-            'if not np.isfinite(error).all():\n        return float("inf")',
-            "if not np.isfinite(error).all():\n        return 0.0",
+            'if not np.isfinite(error).all():\n            return float("inf")',
+            "if not np.isfinite(error).all():\n            return 0.0",
             "test_tolerances.py::test_what_is_not_finite_fails",
         ),
         "what must be exact need not be": Fault(

@@ -226,8 +226,7 @@ def torch_steps(
     """
     model = copy.deepcopy(model)
     optimizer = torch_ref.training.optimizer.make_optimizer(model, config, max(steps))
-    for group in optimizer.optimizer.param_groups if powers is not None and config.optimizer != "sgd" else ():
-        group["betas"] = tuple(tolerances.RoundedPower.of(beta, powers) for beta in group["betas"])
+    disturb_powers(optimizer, powers)
     losses, norms, found = [], [], {}
     for number in range(1, max(steps) + 1):
         loss = _torch_forward(model, batch)[0]
@@ -236,12 +235,16 @@ def torch_steps(
         losses.append(loss.detach())
         norms.append(optimizer.step())
         if number in steps:
-            named = dict(model.named_parameters())
-            held = {name: optimizer.optimizer.state[parameter] for name, parameter in named.items()}
-            kept = [key for key in ("exp_avg", "exp_avg_sq", "momentum_buffer") if all(key in state for state in held.values())]
-            groups = {"weights": named} | {key: {name: state[key] for name, state in held.items()} for key in kept}
+            groups = {"weights": dict(model.named_parameters())} | torch_moments(model, optimizer)
             found |= _flat(number, {group: torch_ref.weights.tree.torch_weights(model, values) for group, values in groups.items()})
     return {"losses": torch.stack(losses).numpy(), "grad_norms": torch.stack(norms).numpy()} | found
+
+
+def disturb_powers(optimizer: torch_ref.training.optimizer.Optimizer, powers: np.random.Generator | None) -> None:
+    """Has every power of Adam's β carry a random error from `powers`, if that is given."""
+    for group in optimizer.optimizer.param_groups if powers is not None else ():
+        if "betas" in group:
+            group["betas"] = tuple(tolerances.RoundedPower.of(beta, powers) for beta in group["betas"])
 
 
 def flax_steps(model: nnx.Module, batch: Batch, config: OptimizerConfig, steps: Sequence[int]) -> Values:
@@ -263,14 +266,27 @@ def flax_steps(model: nnx.Module, batch: Batch, config: OptimizerConfig, steps: 
             losses.append(np.asarray(loss))
             norms.append(np.asarray(norm))
             if number in steps:
-                groups = {"weights": params}
-                for part in state:
-                    if isinstance(part, optax.ScaleByAdamState):
-                        groups |= {"exp_avg": part.mu, "exp_avg_sq": part.nu}
-                    elif isinstance(part, optax.TraceState):
-                        groups |= {"momentum_buffer": part.trace}
+                groups = {"weights": params} | moments(state)
                 found |= _flat(number, {group: tree.torch_weights(model, values) for group, values in groups.items()})
     return {"losses": np.stack(losses), "grad_norms": np.stack(norms)} | found
+
+
+def moments(state: Any) -> dict[str, Any]:
+    """What Adam and SGD keep of earlier gradients in the state of `make_optimizer`, by torch's names: trees like the parameters."""
+    found = {}
+    for part in state:
+        if isinstance(part, optax.ScaleByAdamState):
+            found |= {"exp_avg": part.mu, "exp_avg_sq": part.nu}
+        elif isinstance(part, optax.TraceState):
+            found |= {"momentum_buffer": part.trace}
+    return found
+
+
+def torch_moments(model: torch.nn.Module, optimizer: torch_ref.training.optimizer.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """The same from torch: {exp_avg, exp_avg_sq or momentum_buffer: {parameter: tensor}}."""
+    held = {name: optimizer.optimizer.state[parameter] for name, parameter in model.named_parameters()}
+    kept = [key for key in ("exp_avg", "exp_avg_sq", "momentum_buffer") if all(state.get(key) is not None for state in held.values())]
+    return {key: {name: state[key] for name, state in held.items()} for key in kept}
 
 
 def _flat(number: int, groups: Mapping[str, Values]) -> Values:

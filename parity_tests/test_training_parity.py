@@ -53,6 +53,19 @@ def test_parts_of_a_batch_add_up():
         assert report.ok, report.failures()
 
 
+def test_a_hundred_steps_in_parts():
+    """AdamW, warm-up and cosine, clip, batches in 4 parts and in 2, dropout on: weights and both moments after 1, 10 and 100 steps."""
+    course = Course.shipped((1, 10, 100), accumulate=4, **SMALL)
+    other = dataclasses.replace(course, train_config=dataclasses.replace(course.train_config, accumulate=2))
+    theirs = torch_course(other, "float64")
+    report = in_float64(flax_course(course, "float64"), theirs)
+    assert report.ok, report.failures()
+    assert {"/".join(name.split("/")[:2]) for name in theirs} == {
+        "losses",
+        *(f"step{number}/{group}" for number in course.steps for group in ("weights", "exp_avg", "exp_avg_sq")),
+    }
+
+
 def late_dropout(model, *batch, **options):
     model.dropout.step += 1
     return BACKWARD(model, *batch, **options)

@@ -51,6 +51,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 AGREEMENT = 1e-9
 """How far two float64 programs that are one may be apart, over the size of the terms that were added up: see `agreement_limit`."""
 
+COURSE_AGREEMENT = 1e-8
+"""How far two float64 trainings of one program may be apart after 200 steps, over the largest element of the tensor.
+
+It is demanded, not derived: a different program is further off after its first step, and rounding reaches it only where differences grow by 10^8, in
+a training too unstable to tell anything.
+"""
+
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Unit roundoff: half the distance from 1 to the next number."""
 
@@ -409,5 +416,22 @@ def mass_error(count: int, dtype: str = "float32") -> float:
 
 
 def noise_limits(dtype: str = "float32") -> dict[str, float]:
-    """rtol and atol of Gumbel noise −log(−log u) from two libraries' logarithms: the outer one errs by itself, the inner one near noise 0."""
-    return {"rtol": ELEMENTARY * UNIT[dtype], "atol": 3 * UNIT[dtype]}
+    """rtol and atol of Gumbel noise g = −log(−log u) against its exact value.
+
+    The outer logarithm errs by `ELEMENTARY` unit roundoffs of g; an inner one that errs by as many of itself moves g by as many, whatever g.
+    """
+    return {"rtol": ELEMENTARY * UNIT[dtype], "atol": ELEMENTARY * UNIT[dtype]}
+
+
+def drawn_limits(dtype: str) -> dict[str, float]:
+    """rtol and atol of two libraries' normal or uniform numbers c √2 erf⁻¹(x), c at most 1, from equal bits, of which x = b w + a is made.
+
+    Relative: each erf⁻¹ errs by `ELEMENTARY` unit roundoffs, and each program rounds two products. Absolute: near x = 0 the product b w, about 1, is
+    rounded in one program and fused in the other, or rounded in both, once each; there √2 erf⁻¹ has the slope √(π / 2).
+    """
+    return {"rtol": (2 * ELEMENTARY + 4) * UNIT[dtype], "atol": 2 * math.sqrt(math.pi / 2) * UNIT[dtype]}
+
+
+def library_ulps() -> float:
+    """Units in the last place, two unit roundoffs each, that may lie between an elementary function of two libraries."""
+    return 2 * ELEMENTARY / 2

@@ -28,13 +28,11 @@ from flax_gpt.figures import style
 from flax_gpt.training.data import Corpus, load_corpus
 from flax_gpt.training.tasks import LanguageTask
 from flax_gpt.weights import tree
-from parity_tests import compare, tolerances
+from parity_tests import compare, oracle, tolerances
 from parity_tests.report import Report, Row
+from parity_tests.tolerances import COURSE_AGREEMENT
 
 Values = dict[str, np.ndarray]
-
-AGREEMENT = 1e-8
-"""How far weights and losses of the two packages may part in float64, relative to the largest of the tensor: what "the same program" means here."""
 
 LONG = tuple(range(1, 10)) + tuple(range(10, 201, 10))
 """Steps after which the long form compares."""
@@ -69,7 +67,7 @@ class Course:
 
 
 def flax_course(course: Course, dtype: str, advance: Callable[[], None] = lambda: None) -> Values:
-    """losses (steps,), each before its update and with its dropout, and stepN/weights/NAME, from `flax_gpt`'s own step in `dtype`."""
+    """losses (steps,), each before its update and with its dropout, and stepN/{weights, moments}/NAME, from `flax_gpt`'s own step in `dtype`."""
     batches, length = course.batches, course.steps[-1]
     optimizer = flax_gpt.training.optimizer.make_optimizer(course.train_config.optimizer, length)
     losses: list[np.ndarray] = []
@@ -91,7 +89,8 @@ def flax_course(course: Course, dtype: str, advance: Callable[[], None] = lambda
             losses.append(np.asarray(loss_of(state.params, state.rest, state.step, batch)))
             state = step(state, batch)
             if number in course.steps:
-                found |= _named(number, tree.torch_weights(model, state.params))
+                for group, values in {"weights": state.params, **oracle.moments(state.optimizer)}.items():
+                    found |= _named(number, group, tree.torch_weights(model, values))
             advance()
     return {"losses": np.stack(losses)} | found
 
@@ -117,13 +116,14 @@ def torch_course(course: Course, dtype: str, drawn: str | None = None, advance: 
         losses.append(loss.numpy().copy())
         optimizer.step()
         if number in course.steps:
-            found |= _named(number, torch_ref.weights.tree.torch_weights(model, dict(model.named_parameters())))
+            for group, values in {"weights": dict(model.named_parameters()), **oracle.torch_moments(model, optimizer)}.items():
+                found |= _named(number, group, torch_ref.weights.tree.torch_weights(model, values))
         advance()
     return {"losses": np.stack(losses)} | found
 
 
-def _named(number: int, weights: Values) -> Values:
-    return {f"step{number}/weights/{name}": value for name, value in weights.items()}
+def _named(number: int, group: str, values: Values) -> Values:
+    return {f"step{number}/{group}/{name}": value for name, value in values.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +145,8 @@ class Result:
 def compare_courses(course: Course, advance: Callable[[], None] = lambda: None) -> Result:
     """Trains with both packages in float64 and in float32 and judges every kept tensor.
 
-    float64: each package draws in float64; equal to `AGREEMENT`. float32: each draws in float32, and both are held to the budget that the float64
-    training from those same weights gives. `advance` is called `amount` times, for a progress bar.
+    float64: each package draws in float64; equal to `COURSE_AGREEMENT`. float32: each draws in float32, and both are held to the budget that the
+    float64 training from those same weights gives. `advance` is called `amount` times, for a progress bar.
     """
     ours = {dtype: flax_course(course, dtype, advance) for dtype in ("float64", "float32")}
     theirs = {dtype: torch_course(course, dtype, advance=advance) for dtype in ("float64", "float32")}
@@ -165,16 +165,16 @@ def amount(course: Course) -> int:
 
 
 def in_float64(name: str, ours: Values, theirs: np.ndarray) -> Row:
-    """Whether the tensor `name` of two float64 trainings is equal to `AGREEMENT`."""
+    """Whether the tensor `name` of two float64 trainings is equal to `COURSE_AGREEMENT`."""
     if name not in ours:
         return Row(name, "float64", {}, {}, {}, 0.0, note="missing from flax")
     error = float(np.max(np.abs(ours[name] - theirs)) / np.max(np.abs(theirs)))
-    return Row(name, "float64", {"flax": error}, {"flax": error / AGREEMENT}, {"flax": 1.0}, AGREEMENT)
+    return Row(name, "float64", {"flax": error}, {"flax": error / COURSE_AGREEMENT}, {"flax": 1.0}, COURSE_AGREEMENT)
 
 
 def distance(values: Values, other: Values, number: int) -> float:
     """2-norm of the difference of all weights after `number` updates, over that of `other`."""
-    pairs = [(values[name], other[name]) for name in other if name.startswith(f"step{number}/")]
+    pairs = [(values[name], other[name]) for name in other if name.startswith(f"step{number}/weights/")]
     difference = sum(float(np.sum(np.square(a.astype(np.float64) - b))) for a, b in pairs)
     return float(np.sqrt(difference / sum(float(np.sum(np.square(b.astype(np.float64)))) for _, b in pairs)))
 
@@ -204,7 +204,7 @@ def draw(result: Result, out_path: str | os.PathLike[str]) -> Path:
         right.fill_between(steps, np.min(scattered, axis=0), budget, color="#cccccc", label="float32: simulated rounding, up to the limit")
         for label, (values, other, color, dash) in lines.items():
             right.plot(steps, [distance(values, other, n) for n in steps], dash, color=color, linewidth=1.6, label=label)
-        right.axhline(AGREEMENT, color="#1b9e77", linewidth=1, linestyle=":", label=f"limit in float64: {AGREEMENT:g}")
+        right.axhline(COURSE_AGREEMENT, color="#1b9e77", linewidth=1, linestyle=":", label=f"limit in float64: {COURSE_AGREEMENT:g}")
         right.set(yscale="log", xlabel="step", ylabel="distance of all weights, relative", title="How the difference grows", ylim=(1e-17, 1e-3))
         right.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
         right.legend(frameon=False, loc="center right", fontsize=8.5)
