@@ -389,7 +389,7 @@ def _standard() -> list[Case]:
     ]
     return [
         Matmul(),
-        Matmul(dtype="bfloat16"),
+        Matmul(dtype="bfloat16", size=1024),
         Copy(),
         *attention,
         Attention(length=1024, backward=True, width=128),

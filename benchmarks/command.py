@@ -11,7 +11,7 @@ from flax_gpt.errors import RunError, require
 
 def bench(level: str, pattern: str | None, out: Path, resume: bool) -> None:
     """Measures, and reports what there is even when it is interrupted. Raises RunError when a case has no ratio, InputError without torch."""
-    require(importlib.util.find_spec("torch") is not None, "COMMAND", "bench", "needs PyTorch: pip install 'flax-gpt[bench]'")
+    require(importlib.util.find_spec("torch") is not None, "COMMAND", "bench", "needs PyTorch: pip install '.[bench]' in the clone")
     selected, settings = cases.select(level, pattern), runner.SETTINGS[level]
     runner.prepare(selected, settings, out, resume=resume)
     try:

@@ -26,6 +26,7 @@ from flax_gpt.generation.beam import beam_search
 from flax_gpt.kernels import attend, explain
 from flax_gpt.models.gpt import MiniGPT
 from flax_gpt.nn.dropout import Draw, dropout
+from flax_gpt.nn.feed_forward import gelu
 from flax_gpt.training import checkpoint as checkpoints
 from flax_gpt.training.compilation import use_compilation_cache
 from flax_gpt.training.data import Batch, Windows
@@ -124,7 +125,7 @@ def piece(case: Piece, variant: str) -> Program:
 
         return program(jax.jit(norm), (x, state, d_out), ("out", "dx", "dweight", "dbias"))
     layers = {
-        "gelu": lambda x, key: jax.nn.gelu(x, approximate=False),
+        "gelu": lambda x, key: gelu(x),
         "dropout": lambda x, key: dropout(x, 0.1, Draw(key, jnp.uint32(0)), "benchmark"),
     }
 

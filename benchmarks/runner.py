@@ -45,7 +45,7 @@ class Settings:
 
 SETTINGS = {
     "demo": Settings("demo", 2, 0.3, 120),
-    "quick": Settings("quick", 3, 0.3, 120),
+    "quick": Settings("quick", 3, 0.3, 300),
     "standard": Settings("standard", 5, 0.4, 300),
     "full": Settings("full", 5, 1.0, 1800),
 }
@@ -111,7 +111,10 @@ def _work(out: Path, selected: list[Case], settings: Settings, number: int, side
 
     def failed(name: str, why: str) -> None:
         case = next(case for case in selected if case.name == name)
-        worker.write_json(place / f"{name}.json", {key: {"error": why} for key in worker.variants(case, side, settings.level)})
+        path = place / f"{name}.json"
+        measured = json.loads(worker.unfinished(path).read_text(encoding="utf-8")) if worker.unfinished(path).exists() else {}
+        worker.write_json(path, {key: {"error": why} for key in worker.variants(case, side, settings.level)} | measured)
+        worker.unfinished(path).unlink(missing_ok=True)
 
     text = f"pass {number + 1} of {settings.processes}, {side}"
     arguments = [MODULES[side], str(out), str(number)]

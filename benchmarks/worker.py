@@ -136,8 +136,14 @@ def main(side: Side, arguments: list[str]) -> None:
             except Exception as error:  # a case that fails is a row of the report
                 traceback.print_exc(file=sys.stderr)
                 found[variant] = {"error": reason(error)}
-        write_json(path, found)
+            write_json(unfinished(path), found)
+        os.replace(unfinished(path), path)
         print(f"done {case.name}", flush=True)
+
+
+def unfinished(path: Path) -> Path:
+    """Where the variants of a case that have been measured lie while others are."""
+    return path.with_suffix(".part")
 
 
 def first_step(module: str, case: Any, variant: str, environment: Mapping[str, str]) -> np.ndarray:

@@ -272,7 +272,7 @@ def beside_torch(module: str, command: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        require(error.name != "torch", "COMMAND", command, "needs PyTorch: pip install 'flax-gpt[torch]'")
+        require(error.name != "torch", "COMMAND", command, "needs PyTorch: pip install '.[torch]' in the clone")
         raise
 
 

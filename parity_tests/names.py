@@ -110,6 +110,13 @@ def match(
     return _Matcher(ours, theirs, aliases, our_values, their_values).run(table or {})
 
 
+def _shown(table: Table, most: int = 3) -> dict[str, Any]:
+    """The table in a message: its first entries, and how many more there are."""
+    entries = [(str(getattr(key, "pattern", key)), value) for key, value in table.items()]
+    more = [("…", f"{len(entries) - most} more")] if len(entries) > most else []
+    return dict(entries[:most] + more)
+
+
 @dataclasses.dataclass
 class _Matcher:
     ours: Mapping[str, Leaf]
@@ -123,17 +130,18 @@ class _Matcher:
     def run(self, table: Table) -> dict[str, Source]:
         self._from_table(table)
         self._propose()
+        used = {self._first(part.name) for source in self.found.values() for part in source.parts}
+        left = {name: leaf for name, leaf in self.theirs.items() if leaf.trained and self._first(name) not in used and name not in self.aliases}
         for name, leaf in self.ours.items():
             if name not in self.found and leaf.trained and not any(problem.startswith(f"{name} ") for problem in self.problems):
-                self.problems.append(f"{name} {list(leaf.shape)} is unfilled")
-        used = {self._first(part.name) for source in self.found.values() for part in source.parts}
-        for name, leaf in self.theirs.items():
-            if leaf.trained and self._first(name) not in used and name not in self.aliases:
-                self.problems.append(f"{name} {list(leaf.shape)} of theirs is left over")
+                namesake = left.pop(self._spelled(name), None)
+                other = f"does not fit {self._spelled(name)} {list(namesake.shape)} of theirs" if namesake else "is unfilled"
+                self.problems.append(f"{name} {list(leaf.shape)} {other}")
+        self.problems += [f"{name} {list(leaf.shape)} of theirs is left over" for name, leaf in left.items()]
         for name, count, parts in self._partly_used():
             self.problems.append(f"{name} of theirs is used in {len(parts)} of {count} parts")
         if self.problems:
-            raise InputError("names", len(table), "; ".join(self.problems))
+            raise InputError("names", _shown(table), "; ".join(self.problems))
         return {name: self.found[name] for name in self.ours if name in self.found}
 
     def _first(self, name: str) -> str:

@@ -44,6 +44,9 @@ PROJECTIONS = ("q", "k", "v")
 UNDERFLOW = -1075 * math.log(2.0)
 """A score that is further than this below the largest of its row has the weight 0 even in float64: it is hidden, whatever number hides it."""
 
+_FUNCTIONS = ("jax/_src/nn/functions.py", "flax_gpt/nn/feed_forward.py")
+"""Where the activations that need no mark are written."""
+
 _SCOPE = "@"
 
 _POINTS = (
@@ -295,9 +298,9 @@ def _functions(program: Any) -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def _function_of(equation: Any) -> str:
-    """The function of jax.nn that an equation came from, "" for none: softmax or an activation."""
+    """The function of jax.nn, or of this project's feed-forward, that an equation came from, "" for none: softmax or an activation."""
     traceback = equation.source_info.traceback
-    names = [frame.function_name for frame in traceback.frames if frame.file_name.endswith("nn/functions.py")] if traceback is not None else []
+    names = [frame.function_name for frame in traceback.frames if frame.file_name.endswith(_FUNCTIONS)] if traceback is not None else []
     if equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
         inner = equation.params.get("call_jaxpr") or equation.params.get("fun_jaxpr")
         info = getattr(getattr(inner, "jaxpr", None), "debug_info", None)

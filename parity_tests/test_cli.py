@@ -267,7 +267,7 @@ def test_convert_refuses_code_and_says_what_it_needs(tmp_path: Path) -> None:
     assert refusal("convert", tmp_path / "code.pt", tmp_path / "out.safetensors").startswith(f"source = '{tmp_path / 'code.pt'}': is not a .pt file")
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch', name='torch')")
     found = refusal("convert", "code.pt", "out.safetensors", environment={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
-    assert found == "COMMAND = 'convert': needs PyTorch: pip install 'flax-gpt[torch]'"
+    assert found == "COMMAND = 'convert': needs PyTorch: pip install '.[torch]' in the clone"
     assert not (tmp_path / "out.safetensors").exists()
 
 

