@@ -90,14 +90,19 @@ def check(
         programs = {"flax": oracle.flax_values(narrow[0], batch, names), "torch": oracle.torch_values(narrow[1], batch)}
         report.maps = {name: {p: values[name] for p, values in programs.items()} for name in programs["flax"] if name.startswith("att")}
         judge(report, dtype, programs, oracle.torch_values(truth, batch), deviations)
+    look_inside(report, start, dtypes, tapped, lambda dtype: _own_case(*models[dtype], batch))
+    return report
+
+
+def look_inside(report: Report, start: int, dtypes: Sequence[str], tapped: bool | None, case_of: Callable[[str], ports.Case]) -> None:
+    """Adds the taps of a case, in float64 and, if it is among `dtypes`, in float32, to the rows from `start` on; `tapped` as in `check`."""
     for dtype in ("float64", *(["float32"] if "float32" in dtypes else [])):
         rows = [row for row in report.rows[start:] if row.dtype == dtype]
         if tapped or (tapped is None and not all(row.ok for row in rows)):
             first = next(i for i, row in enumerate(report.rows) if row is rows[0])
-            ports.inside(report, _own_case(*models[dtype], batch), dtype, None, first)
+            ports.inside(report, case_of(dtype), dtype, None, first)
             if not all(row.ok for row in rows):
                 break  # what narrower arithmetic does to programs that differ tells nothing
-    return report
 
 
 def _own_case(ours: Any, theirs: Any, batch: oracle.Batch) -> ports.Case:

@@ -58,7 +58,7 @@ def run(
       window: tokens of each; None: the model's max_len.
       new_tokens: how many tokens are generated greedily.
       dtypes: some of "float32", "bfloat16" and "float16"; float64 is always compared. Optimizer steps and tokens are compared in float32 alone.
-      tapped: with the values inside, forward and backward; None: where something differs. Those of encoder-decoders are not looked at.
+      tapped: with the values inside, forward and backward; None: where something differs.
 
     Raises InputError for a folder that holds no run, for a text that cannot be read or is shorter than a window, and for a device that is absent.
     """
@@ -153,7 +153,7 @@ def _translation(trained: Run, request: Request, report: Report) -> Report:
     weights = oracle.flax_weights(trained.model)
     case = translation_oracle.Case(trained.config, weights, batch, trained.train_config.label_smoothing, optimizer=trained.train_config.optimizer)
     report.environment |= ports.environment()
-    translation_oracle.check(case, report, dtypes=request.dtypes)
+    translation_oracle.check(case, report, dtypes=request.dtypes, tapped=request.tapped)
     special = ("␀", "⊢", "⊣")  # pad, bos, eos
     source = _labels(batch.source, batch.source_lengths, trained.tokenizer.source.characters, special)
     target = _labels(batch.target, batch.target_lengths, trained.tokenizer.target.characters, special)

@@ -55,6 +55,12 @@ _POINTS = (
     ("nn.attention", "MultiHeadAttention.keys_values", lambda self, args, out: {"k": out[0], "v": out[1]}),
     ("models.gpt", "MiniGPT.embed", lambda self, args, out: {"embedding": out}),
     ("models.gpt", "MiniGPT.head", lambda self, args, out: {"head": out}),
+    (
+        "models.encoder_decoder",
+        "EncoderDecoder._embed",
+        lambda self, args, out: {"source_embedding" if args[1] is self.source_embed else "target_embedding": out},
+    ),
+    ("models.encoder_decoder", "EncoderDecoder.head", lambda self, args, out: {"head": out}),
 )
 """What the models of this project tap beside their modules: (module of either package, method, the named parts of its result)."""
 

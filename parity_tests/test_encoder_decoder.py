@@ -76,6 +76,46 @@ def test_both_packages_compute_the_same(config, smoothing, dropout):
     } <= names
 
 
+FAULTS = {
+    "an epsilon in the decoder": (
+        lambda model: setattr(model.decoder_blocks[0].norm2, "eps", 1e-3),
+        "taps/decoder_blocks.0.norm2",
+        "epsilon: ours is a layer norm with epsilon 1e-05, theirs is a layer norm with epsilon 0.001",
+    ),
+    "an activation in the encoder": (
+        lambda model: setattr(model.encoder_blocks[0].feed_forward, "activation", "relu"),
+        "taps/encoder_blocks.0.feed_forward:activation",
+        "activation: ours is the exact (erf) GELU, theirs ReLU",
+    ),
+    "a memory twice as large": (
+        lambda model: model.decoder_blocks[0].cross_attention.register_forward_pre_hook(lambda module, args: (args[0], 2 * args[1])),
+        "taps/decoder_blocks.0.cross_attention.key:input",
+        "scale: ours is 0.5 (1/√4) times theirs",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", [None, "a memory twice as large", *(pytest.param(name, marks=pytest.mark.slow) for name in list(FAULTS)[:2])])
+def test_the_taps_name_the_first_value_that_differs(fault, monkeypatch):
+    change, first, told = FAULTS.get(fault, (lambda model: None, None, None))
+    sound = oracle.torch_model
+
+    def changed(case, dtype="float32"):
+        model = sound(case, dtype)
+        change(model)
+        return model
+
+    monkeypatch.setattr(oracle, "torch_model", changed)
+    report = oracle.check(oracle.Case(PRE, oracle.new_weights(PRE), batch()), dtypes=(), tapped=True)
+    if fault is None:
+        assert report.ok, report.failures()
+        names = {row.name for row in report.rows}
+        assert {"taps/:source_embedding", "taps/:target_embedding", "taps/:head", "cotangents/encoder_norm"} <= names
+        assert {f"taps/decoder_blocks.0.cross_attention:{value}" for value in ("q", "k", "v", "scores", "map")} <= names
+    else:
+        assert (report.first_divergence.name, report.first_divergence.diagnosis) == (first, told)
+
+
 @pytest.mark.parametrize("placement", ["pre", "post"])
 def test_a_decoder_block_is_torchs_decoder_layer(placement):
     """torch.nn.TransformerDecoderLayer, padding on both sides."""

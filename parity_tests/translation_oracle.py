@@ -21,7 +21,8 @@ from flax_gpt.training.loss import cross_entropy
 from flax_gpt.training.optimizer import global_norm, make_optimizer
 from flax_gpt.training.pairs import PairBatch
 from flax_gpt.weights import tree
-from parity_tests import arithmetic, compare, tolerances
+from parity_tests import adapters, arithmetic, compare, ports, tolerances
+from parity_tests import names as naming
 from parity_tests.adapters import as_numpy
 from parity_tests.judgement import judge
 from parity_tests.report import Report
@@ -113,12 +114,14 @@ def torch_values(case: Case, dtype: str, powers: np.random.Generator | None = No
     return {name: as_numpy(value) for name, value in found.items()} | _flat(groups)
 
 
-def check(case: Case, report: Report | None = None, *, dtypes: Sequence[str] = ("float32",)) -> Report:
+def check(case: Case, report: Report | None = None, *, dtypes: Sequence[str] = ("float32",), tapped: bool | None = None) -> Report:
     """Whether both packages compute the same for a case, in float64 and in each of `dtypes`: some of "float32", "bfloat16" and "float16".
 
-    Half precision is compared up to the gradients. The report takes the maps of the narrowest of the dtypes.
+    Half precision is compared up to the gradients. The report takes the maps of the narrowest of the dtypes. tapped: with the values inside, forward
+    and backward, in float64 and float32; None: only where something differs.
     """
     report = Report() if report is None else report
+    start = len(report.rows)
     kept: dict[str, Values] = {}
 
     def own_values(dtype: str) -> Values:
@@ -138,7 +141,29 @@ def check(case: Case, report: Report | None = None, *, dtypes: Sequence[str] = (
         kept = {p: _before_the_step(values(rounded, dtype)) for p, values in (("flax", flax_values), ("torch", torch_values))}
         judge(report, dtype, kept, truth(), tolerances.scatter(truth, dtype=dtype))
     report.maps = {name: {p: values[name] for p, values in kept.items()} for name in kept["flax"] if name.split("/")[0] in KINDS}
+    compare.look_inside(report, start, dtypes, tapped, lambda dtype: _pair(case, dtype))
     return report
+
+
+def _pair(case: Case, dtype: str) -> ports.Case:
+    """Both models as `ports` sees them, for their taps."""
+    batch = case.batch
+
+    def prepare(model: Any) -> None:
+        model.train(case.dropout_key is not None)
+        if case.dropout_key is not None:
+            model.dropout.seed_key, model.dropout.step = torch.from_numpy(case.dropout_key.astype(np.int64)), 0
+
+    mine, other = adapters.NNX(flax_model(case, dtype), train=None), adapters.Torch(torch_model(case, dtype), train=None)
+    sources = naming.match(mine.leaves, other.leaves, other.aliases, None, mine.values(), other.values())
+    lengths = dict(source_lengths=batch.source_lengths, target_lengths=batch.target_lengths)
+    inputs = adapters.Inputs(batch.source, batch.target, **lengths, return_attention=True)
+    options = dict(label_smoothing=case.label_smoothing)
+    loss = (
+        lambda out: cross_entropy(out[0], jnp.asarray(batch.labels), jnp.asarray(batch.weights), **options),
+        lambda out: torch_ref.training.loss.cross_entropy(out[0], torch.from_numpy(batch.labels), torch.from_numpy(batch.weights), **options),
+    )
+    return ports.Case(mine, other, sources, inputs, inputs, loss=loss, own=True, prepare=prepare)
 
 
 def _before_the_step(values: Values) -> Values:
