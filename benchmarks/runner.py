@@ -180,6 +180,10 @@ def _drive(
             raise RunError(f"{' '.join(arguments[:1])} left {left()[0].name} out")
 
 
+STARTING = 120.0
+"""Seconds that a process may take to its first line, imports included, when `limit` is less."""
+
+
 def _lines(process: subprocess.Popen[str], limit: float) -> Iterator[str | None]:
     """Lines of the process's output; None when it has said nothing for `limit` seconds."""
     found: queue.Queue[str | None] = queue.Queue()
@@ -192,9 +196,11 @@ def _lines(process: subprocess.Popen[str], limit: float) -> Iterator[str | None]
         found.put(None)
 
     threading.Thread(target=read, daemon=True).start()
+    patience = max(limit, STARTING)
     while True:
         try:
-            line = found.get(timeout=limit)
+            line = found.get(timeout=patience)
+            patience = limit
         except queue.Empty:
             yield None
             return

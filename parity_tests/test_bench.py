@@ -260,6 +260,19 @@ def test_a_case_that_hangs_costs_one_case(stand_in: Path) -> None:
     assert "error" not in rows[1]["jax"]["jit"]
 
 
+def test_variants_that_were_measured_before_a_case_hung_are_kept(stand_in: Path) -> None:
+    selected = [Matmul(size=14)]
+    settings = dataclasses.replace(FAST, processes=1, limit=1)
+    runner.prepare(selected, settings, stand_in)
+    measured = stand_in / "passes" / "0-torch" / f"{selected[0].name}.json"
+    measured.parent.mkdir()
+    worker.write_json(worker.unfinished(measured), {"eager": {"samples_ms": [1.0]}})
+    runner.run(selected, settings, stand_in)
+    assert json.loads(measured.read_text(encoding="utf-8")) == {"eager": {"samples_ms": [1.0]}}
+    assert not worker.unfinished(measured).exists()
+    assert "gave no result" in json.loads((stand_in / "passes" / "0-jax" / measured.name).read_text(encoding="utf-8"))["jit"]["error"]
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_run_that_was_ended_goes_on_where_it_was(stand_in: Path, how: signal.Signals) -> None:
     """A signal to the process that leads the run, after its first case."""

@@ -203,6 +203,28 @@ def test_the_second_step_is_not_compiled_anew(placed: bool, tmp_path: Path) -> N
     assert s.step._cache_size() == 1
 
 
+def test_a_run_compiles_nothing_twice_and_waits_for_the_device_at_its_lines_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over two rounds of logging, evaluation and saving; the second one compiles nothing."""
+    compiled: list[str] = []
+    waits: list[int] = []
+    rounds: list[int] = []
+    done = [0]
+    jax.monitoring.register_event_duration_secs_listener(lambda name, seconds, **_: compiled.append(name) if "backend_compile" in name else None)
+    array = type(jnp.zeros(()))
+    value = array._value  # what every way from a device array to a number on the host reads
+    monkeypatch.setattr(array, "_value", property(lambda self: (waits.append(done[0]), value.fget(self))[1]))
+    monkeypatch.setattr(jax, "block_until_ready", lambda x, wait=jax.block_until_ready: (waits.append(done[0]), wait(x))[1])
+    save, fetch = checkpoint.save, Windows.__getitem__
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments: (save(*arguments), rounds.append(len(compiled))))
+    monkeypatch.setattr(Windows, "__getitem__", lambda self, step: (done.__setitem__(0, step), fetch(self, step))[1])
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 40, encoding="utf-8")
+    config = TrainConfig(steps=40, batch_size=8, window=16, log_interval=10, eval_interval=20, checkpoint_interval=20)
+    train(MODEL, config, tmp_path / "text.txt", tmp_path / "run", progress=False, picture=False)
+    assert rounds[0] > 0
+    assert rounds[0] == rounds[-1]
+    assert {step for step in waits if 0 < step} <= {9, 19, 29, 39}
+
+
 def test_the_step_deletes_its_state_but_not_the_models_arrays() -> None:
     s = Stepper()
     _, params, rest = split_model(new_model(GPTConfig(vocab_size=9, **MODEL), 0))
