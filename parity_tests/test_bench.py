@@ -280,9 +280,10 @@ def test_a_run_that_was_ended_goes_on_where_it_was(stand_in: Path, how: signal.S
     plan = json.dumps([case.to_dict() for case in selected])
     settings = dataclasses.replace(FAST, seconds=0.05)
     code = f"""
-import json
+import json, signal
 from pathlib import Path
 from benchmarks import cases, runner
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell leaves ignored in what it starts in the background
 runner.MODULES = {{"jax": "stand_in_jax", "torch": "stand_in_torch"}}
 runner._compare = lambda *_: None
 selected = [cases.read(values) for values in json.loads('{plan}')]
