@@ -107,7 +107,7 @@ def look_inside(report: Report, start: int, dtypes: Sequence[str], tapped: bool 
 
 def _own_case(ours: Any, theirs: Any, batch: oracle.Batch) -> ports.Case:
     """A pair of this project's models as `ports` sees them, for their taps."""
-    oracle.set_dropout(ours, batch)
+    oracle.set_dropout(ours, batch.dropout_key)
     mine, other = adapters.NNX(ours, train=None), adapters.Torch(theirs, train=None)
     sources = naming.match(mine.leaves, other.leaves, other.aliases, None, mine.values(), other.values())
     loss = (
@@ -115,7 +115,7 @@ def _own_case(ours: Any, theirs: Any, batch: oracle.Batch) -> ports.Case:
         lambda out: oracle.torch_loss(out[0], batch),
     )
     inputs = adapters.Inputs(batch.tokens, **batch.options, return_attention=True)
-    return ports.Case(mine, other, sources, inputs, inputs, loss=loss, own=True, prepare=lambda model: oracle.prepare_torch(model, batch))
+    return ports.Case(mine, other, sources, inputs, inputs, loss=loss, own=True, prepare=lambda model: oracle.prepare_torch(model, batch.dropout_key))
 
 
 def check_steps(

@@ -141,17 +141,17 @@ def torch_values(model: torch.nn.Module, batch: Batch) -> Values:
 
 
 def _torch_forward(model: torch.nn.Module, batch: Batch) -> Any:
-    prepare_torch(model, batch)
+    prepare_torch(model, batch.dropout_key)
     options = {name: torch.from_numpy(value) for name, value in batch.options.items()}
     logits, maps = model(torch.from_numpy(batch.tokens), **options, return_attention=True)
     return torch_loss(logits, batch), logits, maps
 
 
-def prepare_torch(model: torch.nn.Module, batch: Batch) -> None:
-    """Sets the mode and the state of dropout that a pass over the batch begins with."""
-    model.train(batch.dropout_key is not None)
-    if batch.dropout_key is not None:
-        model.dropout.seed_key, model.dropout.step = torch.from_numpy(batch.dropout_key.astype(np.int64)), 0
+def prepare_torch(model: torch.nn.Module, dropout_key: np.ndarray | None) -> None:
+    """Sets the mode and the state of dropout that a pass begins with: (2,) uint32, or eval mode for None."""
+    model.train(dropout_key is not None)
+    if dropout_key is not None:
+        model.dropout.seed_key, model.dropout.step = torch.from_numpy(dropout_key.astype(np.int64)), 0
 
 
 def torch_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -161,20 +161,20 @@ def torch_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 def flax_values(model: nnx.Module, batch: Batch, names: Mapping[str, str] | None = None) -> Values:
     """The same from an NNX model, under strict dtype and rank promotion."""
-    graph, params, rest = nnx.split(set_dropout(model, batch), nnx.Param, ...)
+    graph, params, rest = nnx.split(set_dropout(model, batch.dropout_key), nnx.Param, ...)
     loss, logits, maps, norm, grads = _flax_gradient(model, graph, params, rest, batch)
     found = {f"attention/{i}": m for i, m in enumerate(maps)} | {"logits": logits, "loss": loss, "grad_norm": norm}
     named = _renamed(tree.torch_weights(model, grads), names)
     return {name: np.asarray(value) for name, value in found.items()} | {f"grads/{name}": value for name, value in named.items()}
 
 
-def set_dropout(model: nnx.Module, batch: Batch) -> nnx.Module:
-    """The model itself, in the mode and with the state of dropout that a pass over the batch begins with."""
-    if batch.dropout_key is None:
+def set_dropout(model: nnx.Module, dropout_key: np.ndarray | None) -> nnx.Module:
+    """The model itself, in the mode and with the state of dropout that a pass begins with."""
+    if dropout_key is None:
         model.eval()
     else:
         model.train()
-        model.dropout.seed_key[...], model.dropout.step[...] = jnp.asarray(batch.dropout_key), jnp.uint32(0)
+        model.dropout.seed_key[...], model.dropout.step[...] = jnp.asarray(dropout_key), jnp.uint32(0)
     return model
 
 
@@ -249,7 +249,7 @@ def disturb_powers(optimizer: torch_ref.training.optimizer.Optimizer, powers: np
 
 def flax_steps(model: nnx.Module, batch: Batch, config: OptimizerConfig, steps: Sequence[int]) -> Values:
     """The same from an NNX model and `flax_gpt.training.optimizer`."""
-    graph, params, rest = nnx.split(set_dropout(model, batch), nnx.Param, ...)
+    graph, params, rest = nnx.split(set_dropout(model, batch.dropout_key), nnx.Param, ...)
     optimizer = make_optimizer(config, max(steps))
 
     @functools.partial(jax.jit, compiler_options=_QUICK if model.config.param_dtype == "float64" else None)

@@ -187,7 +187,7 @@ def test_one_compilation_serves_every_batch_and_nothing_piles_up() -> None:
 
 
 @pytest.mark.parametrize("placed", [False, True])
-def test_the_second_step_is_not_compiled_anew(placed: bool, tmp_path: Path) -> None:
+def test_the_second_step_is_not_compiled_anew(placed: bool) -> None:
     """Also where the weights have a device of their own, as loaded ones have, and after a checkpoint was read back."""
     s = Stepper()
     model = new_model(GPTConfig(vocab_size=9, **MODEL), 0)
@@ -209,7 +209,8 @@ def test_a_run_compiles_nothing_twice_and_waits_for_the_device_at_its_lines_alon
     waits: list[int] = []
     rounds: list[int] = []
     done = [0]
-    jax.monitoring.register_event_duration_secs_listener(lambda name, seconds, **_: compiled.append(name) if "backend_compile" in name else None)
+    listen = lambda name, seconds, **_: compiled.append(name) if "backend_compile" in name else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
     array = type(jnp.zeros(()))
     value = array._value  # what every way from a device array to a number on the host reads
     monkeypatch.setattr(array, "_value", property(lambda self: (waits.append(done[0]), value.fget(self))[1]))
@@ -220,6 +221,7 @@ def test_a_run_compiles_nothing_twice_and_waits_for_the_device_at_its_lines_alon
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 40, encoding="utf-8")
     config = TrainConfig(steps=40, batch_size=8, window=16, log_interval=10, eval_interval=20, checkpoint_interval=20)
     train(MODEL, config, tmp_path / "text.txt", tmp_path / "run", progress=False, picture=False)
+    jax.monitoring.unregister_event_duration_listener(listen)
     assert rounds[0] > 0
     assert rounds[0] == rounds[-1]
     assert {step for step in waits if 0 < step} <= {9, 19, 29, 39}

@@ -21,7 +21,7 @@ from flax_gpt.training.loss import cross_entropy
 from flax_gpt.training.optimizer import global_norm, make_optimizer
 from flax_gpt.training.pairs import PairBatch
 from flax_gpt.weights import tree
-from parity_tests import adapters, arithmetic, compare, ports, tolerances
+from parity_tests import adapters, arithmetic, compare, oracle, ports, tolerances
 from parity_tests import names as naming
 from parity_tests.adapters import as_numpy
 from parity_tests.judgement import judge
@@ -54,19 +54,14 @@ def flax_model(case: Case, dtype: str = "float32") -> EncoderDecoder:
     with jax.enable_x64(dtype == "float64"):
         model = EncoderDecoder(config, rngs=nnx.Rngs(0))
         tree.load_weights(model, case.weights)
-        model.eval()
-        if case.dropout_key is not None:
-            model.train()
-            model.dropout.seed_key[...], model.dropout.step[...] = jnp.asarray(case.dropout_key), jnp.uint32(0)
+        oracle.set_dropout(model, case.dropout_key)
     return model
 
 
 def torch_model(case: Case, dtype: str = "float32") -> Any:
     model: Any = torch_ref.models.encoder_decoder.EncoderDecoder(dataclasses.replace(case.config, dtype=dtype, param_dtype=dtype))
     torch_ref.weights.tree.load_weights(model, case.weights)
-    model.train(case.dropout_key is not None)
-    if case.dropout_key is not None:
-        model.dropout.seed_key, model.dropout.step = torch.from_numpy(case.dropout_key.astype(np.int64)), 0
+    oracle.prepare_torch(model, case.dropout_key)
     return model
 
 
@@ -101,8 +96,7 @@ def torch_values(case: Case, dtype: str, powers: np.random.Generator | None = No
     """The same in torch; `powers` disturbs those of Adam's β."""
     model = torch_model(case, dtype)
     optimizer = torch_ref.training.optimizer.make_optimizer(model, case.optimizer, 1)
-    for group in optimizer.optimizer.param_groups if powers is not None else ():
-        group["betas"] = tuple(tolerances.RoundedPower.of(beta, powers) for beta in group["betas"])
+    oracle.disturb_powers(optimizer, powers)
     batch = PairBatch(*map(torch.from_numpy, case.batch))
     logits, maps = model(batch.source, batch.target, source_lengths=batch.source_lengths, target_lengths=batch.target_lengths, return_attention=True)
     loss = torch_ref.training.loss.cross_entropy(logits, batch.labels, batch.weights, label_smoothing=case.label_smoothing)
@@ -148,12 +142,6 @@ def check(case: Case, report: Report | None = None, *, dtypes: Sequence[str] = (
 def _pair(case: Case, dtype: str) -> ports.Case:
     """Both models as `ports` sees them, for their taps."""
     batch = case.batch
-
-    def prepare(model: Any) -> None:
-        model.train(case.dropout_key is not None)
-        if case.dropout_key is not None:
-            model.dropout.seed_key, model.dropout.step = torch.from_numpy(case.dropout_key.astype(np.int64)), 0
-
     mine, other = adapters.NNX(flax_model(case, dtype), train=None), adapters.Torch(torch_model(case, dtype), train=None)
     sources = naming.match(mine.leaves, other.leaves, other.aliases, None, mine.values(), other.values())
     lengths = dict(source_lengths=batch.source_lengths, target_lengths=batch.target_lengths)
@@ -163,7 +151,7 @@ def _pair(case: Case, dtype: str) -> ports.Case:
         lambda out: cross_entropy(out[0], jnp.asarray(batch.labels), jnp.asarray(batch.weights), **options),
         lambda out: torch_ref.training.loss.cross_entropy(out[0], torch.from_numpy(batch.labels), torch.from_numpy(batch.weights), **options),
     )
-    return ports.Case(mine, other, sources, inputs, inputs, loss=loss, own=True, prepare=prepare)
+    return ports.Case(mine, other, sources, inputs, inputs, loss=loss, own=True, prepare=lambda model: oracle.prepare_torch(model, case.dropout_key))
 
 
 def _before_the_step(values: Values) -> Values:
