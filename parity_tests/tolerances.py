@@ -427,12 +427,12 @@ def drawn_limits(dtype: str, *, same_x: bool = False) -> dict[str, float]:
     """rtol and atol of two libraries' normal or uniform numbers c √2 erf⁻¹(x), c at most 1, from equal bits, of which x = b w + a is made.
 
     Relative: each erf⁻¹ errs by `ELEMENTARY` unit roundoffs, and each program rounds two products. Absolute: near x = 0 the product b w, about 1, is
-    rounded in one program and fused in the other, or rounded in both, once each; there √2 erf⁻¹ has the slope √(π / 2). same_x: both round b w + a alike, as they do
-    where neither fuses, which leaves the relative part.
+    rounded in one program and fused in the other, or rounded in both, once each; there √2 erf⁻¹ has the slope √(π / 2).
+    same_x: both round b w + a alike, as they do where neither fuses, which leaves the relative part.
     """
     return {"rtol": (2 * ELEMENTARY + 4) * UNIT[dtype], "atol": 0.0 if same_x else 2 * math.sqrt(math.pi / 2) * UNIT[dtype]}
 
 
 def library_ulps() -> float:
-    """Units in the last place, two unit roundoffs each, that may lie between an elementary function of two libraries."""
-    return 2 * ELEMENTARY / 2
+    """Units in the last place that may lie between an elementary function of two libraries: each errs by half as many, a unit being two roundoffs."""
+    return ELEMENTARY
