@@ -67,3 +67,25 @@ def test_shared_facts_need_the_standard_library_alone() -> None:
 
 def test_public_names_load_on_first_use() -> None:
     run("import flax_gpt; assert 'jax' not in sys.modules; assert flax_gpt.MiniGPT.__name__ == 'MiniGPT'; assert 'jax' in sys.modules")
+
+
+COST = """
+import time
+import jax, flax.nnx
+theirs, known = time.process_time(), set(sys.modules)
+import {package}
+from flax_gpt import MiniGPT, attend
+ours, new = time.process_time() - theirs, sorted({{name.split(".")[0] for name in set(sys.modules) - known}})
+assert new == ["flax_gpt"], new
+assert ours < 0.1 * theirs, f"{{ours}} s of processor time, after {{theirs}} s for jax and flax"
+"""
+
+
+def test_the_models_cost_a_tenth_of_the_import_of_jax_and_flax_and_load_nothing_else() -> None:
+    run("from flax_gpt import MiniGPT, attend")  # leaves bytecode, which the other libraries have since they were installed
+    run(COST, package="flax_gpt")
+
+
+def test_a_library_beside_them_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="safetensors"):
+        run(COST, package="flax_gpt, safetensors")
