@@ -60,9 +60,12 @@ def test_both_packages_compute_the_same(name: str, dropout: bool) -> None:
     assert report.ok, report.failures()
 
 
-@pytest.mark.parametrize("name", ["llama", "learned, post-LN, tanh", "interleaved, one key head", "rope dynamic_ntk"])
-def test_the_cache_changes_nothing(name: str) -> None:
-    """Prefill of 5 and then single tokens against one forward pass, judged as a second program beside torch."""
+@pytest.mark.parametrize(
+    ("name", "empty"),
+    [("llama", True), ("learned, post-LN, tanh", True), ("interleaved, one key head", False), ("rope dynamic_ntk", True)],
+)
+def test_the_cache_changes_nothing(name: str, empty: bool) -> None:
+    """Prefill of 5, told or not that the cache is empty, and then single tokens against one forward pass, judged as a second program."""
     config = CONFIGS[name]
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 12)).astype(np.int32)
     ours = oracle.flax_model(config, seed=3)
@@ -71,7 +74,7 @@ def test_the_cache_changes_nothing(name: str) -> None:
     def with_cache(dtype: str) -> dict[str, np.ndarray]:
         with jax.enable_x64(dtype == "float64"):
             model = oracle.flax_model(config, oracle.flax_weights(ours), dtype=dtype)
-            logits, cache = model.step(jnp.asarray(tokens[:, :5]), init_cache(model.config, 2, 12))
+            logits, cache = model.step(jnp.asarray(tokens[:, :5]), init_cache(model.config, 2, 12), empty=empty)
             parts = [logits]
             for t in range(5, 12):
                 logits, cache = model.step(jnp.asarray(tokens[:, t : t + 1]), cache)

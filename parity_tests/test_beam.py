@@ -241,7 +241,7 @@ class TableModel(nnx.Module):
     def __call__(self, tokens, *, span=None):
         return self.table[...][jnp.arange(tokens.shape[1]), tokens], None
 
-    def step(self, tokens, cache):
+    def step(self, tokens, cache, *, empty=False):
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
         return self.table[...][positions, tokens], cache._replace(lengths=cache.lengths + tokens.shape[1])
 

@@ -178,9 +178,9 @@ def _search(
     cache = None
     if use_cache:
         cache = init_cache(config, B, size, spans)
-        if tokens.shape[1] > 1:
+        if tokens.shape[1] > 1:  # a prompt, which a GPT alone has
             # What a row's padding writes lies where its new tokens will stand.
-            _, cache = decoder.step(tokens, cache)
+            _, cache = model.step(tokens, cache, empty=True)
         cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, K, axis=0), cache)
     live = jnp.repeat(jnp.pad(tokens, ((0, 0), (0, room)))[:, None], K, axis=1)
     nothing = jnp.full((B, K), -jnp.inf, jnp.promote_types(config.dtype, jnp.float32))

@@ -171,7 +171,7 @@ def _start(
     cache = None
     if use_cache:
         model = _evaluating(graph, weights)
-        _, cache = model.step(tokens, init_cache(model.config, B, min(model.config.max_len, width + room), spans))
+        _, cache = model.step(tokens, init_cache(model.config, B, min(model.config.max_len, width + room), spans), empty=True)
     tokens = jnp.pad(tokens, ((0, 0), (0, room)))
     return State(tokens, lengths, before, spans, jnp.int32(0), jnp.zeros(B, bool), jnp.bool_(True), cache)
 

@@ -60,10 +60,11 @@ class MiniGPT(nnx.Module):
         self.dropout.advance()
         return self.head(x), tuple(maps) if return_attention else None
 
-    def step(self, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    def step(self, tokens: jax.Array, cache: KVCache, *, empty: bool = False) -> tuple[jax.Array, KVCache]:
         """Logits (B, T, V) of tokens (B, T) appended to the cache, and the longer cache; never drops out.
 
-        The caller keeps lengths + T within the cache's size and max_len: a traced position beyond them is clamped.
+        The caller keeps lengths + T within the cache's size and max_len: a traced position beyond them is clamped. `empty`: the caller knows that the
+        cache holds nothing yet, which makes a long prompt cheaper.
         Raises InputError for a model that is not causal: a new token would change the keys that the cache holds.
         """
         require(self.causal, "causal", self.causal, "must be True: only a causal model can be read with a cache")
@@ -72,7 +73,7 @@ class MiniGPT(nnx.Module):
         x = self.embed(tokens, positions)
         keys, values = list(cache.keys), list(cache.values)
         for i, block in enumerate(self.blocks):
-            x, keys[i], values[i] = block.step(x, keys[i], values[i], cache.lengths, rotation)
+            x, keys[i], values[i] = block.step(x, keys[i], values[i], cache.lengths, rotation, empty=empty)
         return self.head(x), cache._replace(keys=tuple(keys), values=tuple(values), lengths=cache.lengths + tokens.shape[1])
 
     def embed(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:

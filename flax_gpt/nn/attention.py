@@ -68,11 +68,16 @@ class MultiHeadAttention(nnx.Module):
         return dropout(self.merge(out), self.output_rate, draw, f"{self.place}.output"), weights
 
     def step(
-        self, x: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array, rotation: Rotation | None = None
+        self, x: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array, rotation: Rotation | None = None, *, empty: bool = False
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Appends x (B, T, D) at positions lengths[b] … of the caches (B, S, K, Dh) and attends to all before: output and new caches."""
+        """Appends x (B, T, D) at positions lengths[b] … of the caches (B, S, K, Dh) and attends to all before: output and new caches.
+
+        `empty`: all lengths are 0, so that x attends to itself alone, and no key above the diagonal is computed.
+        """
         k, v = self.keys_values(x, rotation)
         keys, values = _write(keys, k, lengths), _write(values, v, lengths)
+        if empty:
+            return self.merge(attend(self.queries(x, rotation), k, v, causal=True)), keys, values
         out = attend(self.queries(x, rotation), keys, values, causal=True, query_offset=lengths, kv_lengths=lengths + x.shape[1])
         return self.merge(out), keys, values
 

@@ -59,12 +59,12 @@ class Block(Residual):
         return x, maps
 
     def step(
-        self, x: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array, rotation: Rotation | None = None
+        self, x: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array, rotation: Rotation | None = None, *, empty: bool = False
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The same without dropout, over a key/value cache; see MultiHeadAttention.step."""
 
         def attention(x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            y, new_keys, new_values = self.attention.step(x, keys, values, lengths, rotation)
+            y, new_keys, new_values = self.attention.step(x, keys, values, lengths, rotation, empty=empty)
             return y, (new_keys, new_values)
 
         x, caches = self.add(x, self.norm1, attention)
