@@ -148,7 +148,7 @@ def _numpy_dtype(name: str) -> Any:
     return ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
 
 
-def run_jax(problem: Problem, implementation: str, *, weights: bool = False) -> dict[str, np.ndarray]:
+def run_jax(problem: Problem, implementation: str, *, weights: bool = False, assume_finite: bool = False) -> dict[str, np.ndarray]:
     """out, lse, gradients and, on request, weights of `flax_gpt`, all from one jitted program."""
     traced = ("mask", "kv_lengths", "query_offset", "dropout_key")
     options = problem.options()
@@ -159,7 +159,7 @@ def run_jax(problem: Problem, implementation: str, *, weights: bool = False) -> 
         def loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
             given = {name: value for name, value in (options | arrays).items() if value is not None}
             out, *maps, lse = flax_gpt.kernels.api.attend(
-                q, k, v, bias=bias, implementation=implementation, return_lse=True, return_weights=weights, **given
+                q, k, v, bias=bias, implementation=implementation, return_lse=True, return_weights=weights, assume_finite=assume_finite, **given
             )
             total = jnp.sum(out.astype(wide) * d_out.astype(wide)) + jnp.sum(jnp.where(jnp.isneginf(lse), 0.0, lse) * d_lse)
             return total, (out, lse, *maps)
@@ -173,12 +173,13 @@ def run_jax(problem: Problem, implementation: str, *, weights: bool = False) -> 
     return {name: np.asarray(value) for name, value in found.items()}
 
 
-def run_torch(problem: Problem, *, weights: bool = False) -> dict[str, np.ndarray]:
+def run_torch(problem: Problem, *, weights: bool = False, assume_finite: bool = False) -> dict[str, np.ndarray]:
     """The same of `torch_ref`."""
     q, k, v = (to_torch(x).requires_grad_() for x in (problem.q, problem.k, problem.v))
     bias = None if problem.bias is None else to_torch(problem.bias).requires_grad_()
     options = {name: to_torch(value) if isinstance(value, np.ndarray) else value for name, value in problem.options().items() if value is not None}
-    out, *maps, lse = torch_ref.kernels.api.attend(q, k, v, bias=bias, return_lse=True, return_weights=weights, **options)
+    options |= dict(return_lse=True, return_weights=weights, assume_finite=assume_finite)
+    out, *maps, lse = torch_ref.kernels.api.attend(q, k, v, bias=bias, **options)
     total = (out.to(lse.dtype) * to_torch(problem.d_out).to(lse.dtype)).sum()
     (total + (torch.where(torch.isneginf(lse), 0.0, lse) * to_torch(problem.d_lse).to(lse.dtype)).sum()).backward()
     found = dict(out=out, lse=lse, dq=q.grad, dk=k.grad, dv=v.grad)

@@ -41,7 +41,7 @@ def test_grid_blocked(row: dict) -> None:
 @pytest.mark.parametrize("row", ROWS, ids=_name)
 def test_grid_dense(row: dict) -> None:
     problem = build(row, ROWS.index(row))
-    check(problem, run_jax(problem, "dense", weights=row["value_width"] == "same"))
+    check(problem, run_jax(problem, "dense", weights=row["value_width"] == "same", assume_finite=ROWS.index(row) % 2 == 1))
 
 
 @pytest.mark.parametrize("row", SMALL_ROWS, ids=_name)
@@ -53,7 +53,7 @@ def test_grid_pallas_tpu_interpreted(row: dict) -> None:
 @pytest.mark.parametrize("row", ROWS, ids=_name)
 def test_grid_torch(row: dict) -> None:
     problem = build(row, ROWS.index(row))
-    check(problem, run_torch(problem, weights=True))
+    check(problem, run_torch(problem, weights=True, assume_finite=ROWS.index(row) % 2 == 1))
 
 
 @pytest.mark.slow

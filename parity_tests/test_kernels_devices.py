@@ -142,7 +142,7 @@ def test_what_vendors_kernels_get_wrong_is_put_right(platform: str) -> None:
     with api.target(platform):
         case = explain(q, k, v, **arguments).case
     _, inputs = api._read(q, k, v, **(dict(mask=None, bias=None, scale=None, dropout_rate=0.0, dropout_key=None, empty_rows="zero",
-                                           return_weights=False, return_lse=False) | arguments))  # fmt: skip
+                                           return_weights=False, return_lse=False, assume_finite=False) | arguments))  # fmt: skip
     found = np.asarray(vendor._put_right(case, inputs, q, k, v, jnp.ones((2, 12, 2, 8))))
     wanted = solve(Problem(q, k, v, q, q[..., 0], **arguments), "float32")
     np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted["out"].value))

@@ -201,6 +201,7 @@ REFUSED = {
     "rate": (dict(dropout_rate=1.0), r"dropout_rate = 1.0: must be a number in \[0, 1\)"),
     "key": (dict(dropout_rate=0.1), "dropout_key = None: is required"),
     "fill": (dict(empty_rows="ones"), "empty_rows = 'ones'"),
+    "promise": (dict(assume_finite=1), "assume_finite = 1: must be True or False"),
     "lengths": (dict(kv_lengths=np.array([1, 2, 3])), r"kv_lengths = \[3\]: must have shape"),
     "implementation": (dict(implementation="fast"), "implementation = 'fast': must be"),
 }

@@ -10,7 +10,7 @@ from flax_gpt.errors import require
 
 
 class KVCache(NamedTuple):
-    """One pair of arrays (B, S, K, Dh) a layer, and the number of positions filled in each row, (B,) int32."""
+    """One pair of arrays (B, K, S, Dh) a layer, and the number of positions filled in each row, (B,) int32."""
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
@@ -21,7 +21,7 @@ class KVCache(NamedTuple):
 
 
 class CrossCache(NamedTuple):
-    """A decoder's own cache, and the memory's keys and values (B, S, K, Dh) a layer with their lengths (B,)."""
+    """A decoder's own cache, and the memory's keys and values (B, K, S, Dh) a layer with their lengths (B,)."""
 
     own: KVCache
     memory_keys: tuple[jax.Array, ...]
@@ -33,7 +33,7 @@ def init_cache(config: TransformerConfig, batch: int, size: int | None = None, s
     """An empty cache of `size` positions (default max_len) in the compute dtype. Raises InputError when size exceeds max_len."""
     size = config.max_len if size is None else size
     require(1 <= size <= config.max_len, "size", size, f"must lie in [1, max_len = {config.max_len}]")
-    shape = (batch, size, config.kv_heads, config.head_dim)
+    shape = (batch, config.kv_heads, size, config.head_dim)
 
     def empty() -> tuple[jax.Array, ...]:
         return tuple(jnp.zeros(shape, config.dtype) for _ in range(config.num_layers))

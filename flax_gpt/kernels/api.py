@@ -91,6 +91,7 @@ def attend(
     empty_rows: EmptyRows = "zero",
     return_weights: bool = False,
     return_lse: bool = False,
+    assume_finite: bool = False,
 ) -> Any:
     """softmax(scale · Q Kᵀ + bias) V over the visible keys (Vaswani et al. 2017, equation 1), grouped heads as in Ainslie et al. 2023.
 
@@ -118,8 +119,10 @@ def attend(
         −1e9 fill gives. "nan": NaN, as a −∞ fill gives. lse is −∞ in each.
       return_weights: also return the weights, before dropout.
       return_lse: also return log Σ exp(score) over the visible keys.
+      assume_finite: the caller's word that q, k and v hold neither NaN nor infinity, so that none is looked for: a hidden one may then spoil rows.
+        For caches, which every step would else search whole.
 
-    Static under jit: causal, window, scale, dropout_rate, implementation, empty_rows, return_weights, return_lse.
+    Static under jit: causal, window, scale, dropout_rate, implementation, empty_rows, return_weights, return_lse, assume_finite.
 
     Returns:
       out (B, T, H, Dv) of q's dtype, or a tuple (out[, weights (B, H, T, S)][, lse (B, T, H)]).
@@ -129,7 +132,7 @@ def attend(
       NotImplementedError: the implementation asked for by name cannot serve the call.
     """
     case, inputs = _read(q, k, v, causal, mask, bias, kv_lengths, window, query_offset, scale, dropout_rate, dropout_key, empty_rows,
-                         return_weights, return_lse)  # fmt: skip
+                         return_weights, return_lse, assume_finite)  # fmt: skip
     name, _ = choose(case, implementation)
     # jax would compute in float32 and only warn.
     double: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
@@ -155,7 +158,7 @@ class Explanation:
 def explain(q: Array, k: Array, v: Array, *, implementation: str = "auto", **arguments: Any) -> Explanation:
     """What `attend` would run with the same arguments; print it. Raises what `attend` raises."""
     defaults = dict(causal=False, mask=None, bias=None, kv_lengths=None, window=None, query_offset=None, scale=None, dropout_rate=0.0,
-                    dropout_key=None, empty_rows="zero", return_weights=False, return_lse=False)  # fmt: skip
+                    dropout_key=None, empty_rows="zero", return_weights=False, return_lse=False, assume_finite=False)  # fmt: skip
     for name in arguments:
         require(name in defaults, name, arguments[name], f"is not an argument of attend: {', '.join(defaults)}")
     case, _ = _read(q, k, v, **(defaults | arguments))
@@ -195,7 +198,8 @@ def _run(case: Case, name: str, q: Array, k: Array, v: Array, inputs: Inputs) ->
 
 
 def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths: Any, window: Any, query_offset: Any, scale: Any,
-          dropout_rate: Any, dropout_key: Any, empty_rows: Any, return_weights: Any, return_lse: Any) -> tuple[Case, Inputs]:  # fmt: skip
+          dropout_rate: Any, dropout_key: Any, empty_rows: Any, return_weights: Any, return_lse: Any,
+          assume_finite: Any) -> tuple[Case, Inputs]:  # fmt: skip
     """Checks every argument on the host and sorts it into what is static and what is an array."""
     for name, value in (("q", q), ("k", k), ("v", v)):
         require(getattr(value, "ndim", None) == 4, name, describe(value), "must have four axes: (B, T, H, Dh) for q, (B, S, K, Dh) for k and v")
@@ -208,7 +212,7 @@ def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths:
     require(v.shape[:3] == k.shape[:3], "v", list(v.shape), f"must be (B, S, K, Dv) with k's (B, S, K) = {k.shape[:3]}")
     require(H % K == 0, "k", list(k.shape), f"must have a number of heads that divides q's, {H}")
 
-    for name, value in (("causal", causal), ("return_weights", return_weights), ("return_lse", return_lse)):
+    for name, value in (("causal", causal), ("return_weights", return_weights), ("return_lse", return_lse), ("assume_finite", assume_finite)):
         require(isinstance(value, bool | np.bool_), name, value, "must be True or False, known before tracing (static under jit)")
     if window is not None:
         sides = isinstance(window, Sequence) and len(window) == 2
@@ -254,7 +258,7 @@ def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths:
         causal=bool(causal), window=window, scale=Dh**-0.5 if scale is None else float(scale),
         mask=None if mask is None else mask.shape, bias=None if bias is None else bias.shape, lengths=kv_lengths is not None,
         offset=offset if static else None, dropout_rate=float(dropout_rate), empty_rows=empty_rows,
-        return_weights=bool(return_weights), return_lse=bool(return_lse),
+        return_weights=bool(return_weights), return_lse=bool(return_lse), assume_finite=bool(assume_finite),
     )  # fmt: skip
     inputs = Inputs(mask, bias, kv_lengths, jnp.asarray(offset).astype(jnp.int32), dropout_key if dropout_rate > 0 else None)
     return case, inputs

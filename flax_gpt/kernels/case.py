@@ -56,6 +56,8 @@ class Case:
     """Whether the map (B, H, T, S) is asked for."""
     return_lse: bool
     """Whether the log of the softmax's denominator is asked for."""
+    assume_finite: bool
+    """Whether q, k and v are known to hold neither NaN nor infinity."""
 
     @property
     def group(self) -> int:
@@ -85,12 +87,15 @@ class Inputs:
     """(B, H, 2) uint32, already folded with row and head."""
 
 
-def clean(x: jax.Array, accumulator: Any) -> tuple[jax.Array, jax.Array]:
+def clean(x: jax.Array, accumulator: Any, known_finite: bool) -> tuple[jax.Array, jax.Array]:
     """`x` (..., D) with 0 for NaN and infinity, and its poison (...): NaN where a number was replaced, else 0.
 
     0 · NaN is NaN, so a weight of 0 does not keep a hidden key or value out of a product. With the clean array in the product
     and the poison added to the scores before they are masked, what is visible still spoils its row and what is hidden nothing.
+    What is known to be finite is not searched.
     """
+    if known_finite:
+        return x, jnp.zeros(x.shape[:-1], accumulator)
     finite = jnp.isfinite(x)
     poison = jnp.where(jnp.all(finite, axis=-1), 0.0, jnp.nan).astype(accumulator)
     return jnp.where(finite, x, np.zeros((), x.dtype)), poison

@@ -22,7 +22,7 @@ def refusal(case: Case) -> str | None:
 def attend(case: Case, q: Array, k: Array, v: Array, given: Inputs) -> tuple[Array, Array, Array]:
     """q (B, T, H, Dh), k (B, S, K, Dh), v (B, S, K, Dv) → out (B, T, H, Dv), weights (B, H, T, S) before dropout, lse (B, T, H)."""
     dtype = case.accumulator
-    (q, bad_q), (k, bad_k), (v, bad_v) = clean(q, dtype), clean(k, dtype), clean(v, dtype)
+    (q, bad_q), (k, bad_k), (v, bad_v) = (clean(x, dtype, case.assume_finite) for x in (q, k, v))
     bad_keys = _to_heads(case, bad_k + bad_v)
 
     scored = scores(case, q, k) + bad_q.transpose(0, 2, 1)[:, :, :, None] + bad_keys

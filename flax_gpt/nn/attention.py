@@ -70,24 +70,27 @@ class MultiHeadAttention(nnx.Module):
     def step(
         self, x: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array, rotation: Rotation | None = None, *, empty: bool = False
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Appends x (B, T, D) at positions lengths[b] … of the caches (B, S, K, Dh) and attends to all before: output and new caches.
+        """Appends x (B, T, D) at positions lengths[b] … of the caches (B, K, S, Dh) and attends to all before: output and new caches.
 
-        `empty`: all lengths are 0, so that x attends to itself alone, and no key above the diagonal is computed.
+        `empty`: all lengths are 0, so that x attends to itself alone, and no key above the diagonal is computed. Caches are taken to be finite:
+        weights or logits that are not end a generation.
         """
         k, v = self.keys_values(x, rotation)
         keys, values = _write(keys, k, lengths), _write(values, v, lengths)
+        q = self.queries(x, rotation)
         if empty:
-            return self.merge(attend(self.queries(x, rotation), k, v, causal=True)), keys, values
-        out = attend(self.queries(x, rotation), keys, values, causal=True, query_offset=lengths, kv_lengths=lengths + x.shape[1])
+            return self.merge(attend(q, k, v, causal=True)), keys, values
+        end = lengths + x.shape[1]
+        out = attend(q, _turn(keys), _turn(values), causal=True, query_offset=lengths, kv_lengths=end, assume_finite=True)
         return self.merge(out), keys, values
 
     def read(self, x: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array | None) -> jax.Array:
-        """Cross-attention of x (B, T, D) to keys and values (B, S, K, Dh) that were computed once.
+        """Cross-attention of x (B, T, D) to keys and values (B, K, S, Dh) that were computed once.
 
         x may have n rows, one after the other, for each of theirs, (B·n, T, D), as the beams of a search do: nothing is copied for them.
         """
         grouped = x.reshape(keys.shape[0], -1, x.shape[-1])
-        return self.merge(attend(self.queries(grouped), keys, values, kv_lengths=lengths)).reshape(x.shape)
+        return self.merge(attend(self.queries(grouped), _turn(keys), _turn(values), kv_lengths=lengths, assume_finite=True)).reshape(x.shape)
 
     def queries(self, x: jax.Array, rotation: Rotation | None = None) -> jax.Array:
         """x (B, T, D) → (B, T, H, Dh), rotated."""
@@ -109,8 +112,14 @@ def _split(x: jax.Array, heads: int) -> jax.Array:
     return x.reshape(*x.shape[:2], heads, -1)
 
 
+def _turn(x: jax.Array) -> jax.Array:
+    """(B, S, K, Dh) ↔ (B, K, S, Dh): caches hold a head's keys in one piece, which a product reads as they lie."""
+    return x.swapaxes(1, 2)
+
+
 def _write(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
+    """`cache` (B, K, S, Dh) with new (B, T, K, Dh) at positions lengths[b] …"""
     zero = jnp.int32(0)  # a Python 0 would be int64 in double precision
-    return jax.vmap(lambda row, part, start: jax.lax.dynamic_update_slice(row, part, (start, zero, zero)))(
-        cache, new.astype(cache.dtype), lengths.astype(jnp.int32)
+    return jax.vmap(lambda row, part, start: jax.lax.dynamic_update_slice(row, part, (zero, start, zero)))(
+        cache, _turn(new).astype(cache.dtype), lengths.astype(jnp.int32)
     )

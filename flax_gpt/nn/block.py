@@ -118,7 +118,7 @@ class DecoderBlock(Residual):
         memory_lengths: jax.Array | None,
         rotation: Rotation | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The same without dropout, over a key/value cache and the memory's keys and values (B, S, K, Dh), which are computed once."""
+        """The same without dropout, over a key/value cache and the memory's keys and values (B, K, S, Dh), which are computed once."""
 
         def attention(x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             y, new_keys, new_values = self.attention.step(x, keys, values, lengths, rotation)

@@ -24,6 +24,7 @@ from flax_gpt.config import TrainConfig, TransformerConfig
 from flax_gpt.errors import InputError, RunError, require
 from flax_gpt.nn.linear import dtypes_of
 from flax_gpt.training import checkpoint
+from flax_gpt.training.allocation import keep_memory
 from flax_gpt.training.compilation import use_compilation_cache
 from flax_gpt.training.data import OnBadFile
 from flax_gpt.training.memory import check_memory
@@ -86,6 +87,7 @@ def train(
     last good checkpoint kept.
     """
     use_compilation_cache()
+    keep_memory()
     folder = Path(out)
     record = _inspect(folder, resume)
     task = _task(config, kind, record, folder)

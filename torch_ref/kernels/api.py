@@ -35,6 +35,7 @@ def attend(
     empty_rows: EmptyRows = "zero",
     return_weights: bool = False,
     return_lse: bool = False,
+    assume_finite: bool = False,
 ) -> Any:
     """softmax(scale · Q Kᵀ + bias) V over the visible keys (Vaswani et al. 2017, equation 1), grouped heads as in Ainslie et al. 2023.
 
@@ -62,6 +63,8 @@ def attend(
         −1e9 fill gives. "nan": NaN, as a −∞ fill gives. lse is −∞ in each.
       return_weights: also return the weights, before dropout.
       return_lse: also return log Σ exp(score) over the visible keys.
+      assume_finite: the caller's word that q, k and v hold neither NaN nor infinity, so that none is looked for: a hidden one may then spoil rows.
+        For caches, which every step would else search whole.
 
     Returns:
       out (B, T, H, Dv) of q's dtype, or a tuple (out[, weights (B, H, T, S)][, lse (B, T, H)]).
@@ -71,14 +74,15 @@ def attend(
     """
     require(isinstance(implementation, str) and implementation in ("auto", "dense"), "implementation", implementation, "must be 'auto' or 'dense'")
     case, inputs = _read(q, k, v, causal, mask, bias, kv_lengths, window, query_offset, scale, dropout_rate, dropout_key, empty_rows,
-                         return_weights, return_lse)  # fmt: skip
+                         return_weights, return_lse, assume_finite)  # fmt: skip
     out, weights, lse = dense.attend(case, q, k, v, inputs)
     results = [out] + [weights] * return_weights + [lse] * return_lse
     return results[0] if len(results) == 1 else tuple(results)
 
 
 def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths: Any, window: Any, query_offset: Any, scale: Any,
-          dropout_rate: Any, dropout_key: Any, empty_rows: Any, return_weights: Any, return_lse: Any) -> tuple[Case, Inputs]:  # fmt: skip
+          dropout_rate: Any, dropout_key: Any, empty_rows: Any, return_weights: Any, return_lse: Any,
+          assume_finite: Any) -> tuple[Case, Inputs]:  # fmt: skip
     """Checks every argument on the host and sorts it into what is static and what is an array."""
     for name, value in (("q", q), ("k", k), ("v", v)):
         require(getattr(value, "ndim", None) == 4, name, describe(value), "must have four axes: (B, T, H, Dh) for q, (B, S, K, Dh) for k and v")
@@ -91,7 +95,7 @@ def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths:
     require(v.shape[:3] == k.shape[:3], "v", list(v.shape), f"must be (B, S, K, Dv) with k's (B, S, K) = {tuple(k.shape[:3])}")
     require(H % K == 0, "k", list(k.shape), f"must have a number of heads that divides q's, {H}")
 
-    for name, value in (("causal", causal), ("return_weights", return_weights), ("return_lse", return_lse)):
+    for name, value in (("causal", causal), ("return_weights", return_weights), ("return_lse", return_lse), ("assume_finite", assume_finite)):
         require(isinstance(value, bool), name, value, "must be True or False, not a tensor")
     if window is not None:
         sides = isinstance(window, Sequence) and len(window) == 2
@@ -131,6 +135,7 @@ def _read(q: Any, k: Any, v: Any, causal: Any, mask: Any, bias: Any, kv_lengths:
         batch=B, queries=T, keys=S, heads=H, kv_heads=K, width=Dh, value_width=v.shape[3], dtype=_name(q.dtype), causal=causal, window=window,
         scale=Dh**-0.5 if scale is None else float(scale), mask=None if mask is None else tuple(mask.shape),
         bias=None if bias is None else tuple(bias.shape), lengths=kv_lengths is not None, dropout_rate=float(dropout_rate), empty_rows=empty_rows,
+        assume_finite=assume_finite,
     )  # fmt: skip
     inputs = Inputs(torch.as_tensor(offset, device=q.device), mask, bias, kv_lengths, dropout_key if dropout_rate > 0 else None)
     return case, inputs

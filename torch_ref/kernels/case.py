@@ -47,6 +47,8 @@ class Case:
     """Share of the weights that is dropped; 0 draws nothing."""
     empty_rows: EmptyRows
     """What a query that sees nothing gives."""
+    assume_finite: bool
+    """Whether q, k and v are known to hold neither NaN nor infinity."""
 
     @property
     def group(self) -> int:
@@ -75,12 +77,15 @@ class Inputs:
     """(B, H, 2) 32-bit words in int64, already folded with row and head."""
 
 
-def clean(x: Tensor, accumulator: torch.dtype) -> tuple[Tensor, Tensor]:
+def clean(x: Tensor, accumulator: torch.dtype, known_finite: bool) -> tuple[Tensor, Tensor]:
     """`x` (..., D) with 0 for NaN and infinity, and its poison (...): NaN where a number was replaced, else 0.
 
     0 · NaN is NaN, so a weight of 0 does not keep a hidden key or value out of a product. With the clean array in the product
     and the poison added to the scores before they are masked, what is visible still spoils its row and what is hidden nothing.
+    What is known to be finite is not searched.
     """
+    if known_finite:
+        return x, x.new_zeros(x.shape[:-1], dtype=accumulator)
     finite = torch.isfinite(x)
     poison = torch.where(torch.all(finite, dim=-1), 0.0, torch.nan).to(accumulator)
     return torch.where(finite, x, torch.zeros((), dtype=x.dtype, device=x.device)), poison

@@ -15,7 +15,7 @@ from torch_ref.kernels.case import Case, Inputs, clean
 def attend(case: Case, q: Tensor, k: Tensor, v: Tensor, given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """q (B, T, H, Dh), k (B, S, K, Dh), v (B, S, K, Dv) → out (B, T, H, Dv), weights (B, H, T, S) before dropout, lse (B, T, H)."""
     dtype = case.accumulator
-    (q, bad_q), (k, bad_k), (v, bad_v) = clean(q, dtype), clean(k, dtype), clean(v, dtype)
+    (q, bad_q), (k, bad_k), (v, bad_v) = (clean(x, dtype, case.assume_finite) for x in (q, k, v))
     bad_keys = _to_heads(case, bad_k + bad_v)
 
     scored = scores(case, q, k) + bad_q.permute(0, 2, 1)[:, :, :, None] + bad_keys
