@@ -1,5 +1,6 @@
 """`flax-gpt bench` and `flax-gpt bench compare`."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 
@@ -9,10 +10,10 @@ from benchmarks import cases, report, results, runner
 from flax_gpt.errors import RunError, require
 
 
-def bench(level: str, pattern: str | None, out: Path, resume: bool) -> None:
+def bench(level: str, pattern: str | None, out: Path, resume: bool, keep_memory: bool) -> None:
     """Measures, and reports what there is even when it is interrupted. Raises RunError when a case has no ratio, InputError without torch."""
     require(importlib.util.find_spec("torch") is not None, "COMMAND", "bench", "needs PyTorch: pip install '.[bench]' in the clone")
-    selected, settings = cases.select(level, pattern), runner.SETTINGS[level]
+    selected, settings = cases.select(level, pattern), dataclasses.replace(runner.SETTINGS[level], keep_memory=keep_memory)
     runner.prepare(selected, settings, out, resume=resume)
     try:
         runner.run(selected, settings, out)

@@ -28,6 +28,7 @@ from flax_gpt.models.gpt import MiniGPT
 from flax_gpt.nn.dropout import Draw, dropout
 from flax_gpt.nn.feed_forward import gelu
 from flax_gpt.training import checkpoint as checkpoints
+from flax_gpt.training.allocation import keep_memory
 from flax_gpt.training.compilation import use_compilation_cache
 from flax_gpt.training.data import Batch, Windows
 from flax_gpt.training.loss import cross_entropy
@@ -272,7 +273,7 @@ def data(case: Data, variant: str) -> Program:
 
 
 BUILDERS: dict[str, worker.Builder] = {kind: globals()[kind] for kind in KINDS}
-SIDE = worker.Side("jax", BUILDERS, setup, device_peak, first_step)
+SIDE = worker.Side("jax", BUILDERS, setup, device_peak, first_step, keep_memory)
 
 if __name__ == "__main__":
     worker.main(SIDE, sys.argv[1:])

@@ -67,6 +67,8 @@ def headline(document: Mapping[str, Any]) -> list[str]:
     ceilings = document["ceilings"]
     roofs = [f"{value / 1e9:.0f} GFLOP/s {dtype}" for dtype, value in ceilings["flops"].items()]
     roofs += [f"{ceilings['bytes'] / 1e9:.1f} GB/s copied"] if ceilings["bytes"] else []
+    if settings.get("keep_memory"):
+        lines.append("memory: both sides keep what they freed")
     return [*lines, *([f"measured ceilings: {', '.join(roofs)}"] if roofs else [])]
 
 

@@ -41,6 +41,8 @@ class Settings:
     """Of sampling for each case in each process."""
     limit: float
     """Seconds after which a case that says nothing is given up."""
+    keep_memory: bool = False
+    """Whether both sides keep freed memory, as `flax-gpt train` does; else malloc does what it does by default."""
 
 
 SETTINGS = {

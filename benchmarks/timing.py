@@ -138,6 +138,23 @@ def joules() -> float | None:
     return total or None
 
 
+def gpu_joules() -> float | None:
+    """Energy that the NVIDIA GPUs have taken since their driver was loaded, from NVML; None where there is no NVML or no GPU that counts."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    count, total = ctypes.c_uint(), 0.0
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return None
+    for index in range(count.value):
+        device, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
+        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0:
+            if nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(millijoules)) == 0:
+                total += millijoules.value / 1e3
+    return total or None
+
+
 # Several processes
 
 

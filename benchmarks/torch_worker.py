@@ -23,6 +23,7 @@ from benchmarks.cases import KINDS, OPTIMIZER, SIZES, Attention, Beam, Checkpoin
 from benchmarks.torch_fast import FastGPT
 from benchmarks.worker import Program
 from flax_gpt.config import GPTConfig
+from flax_gpt.training.allocation import keep_heap
 from torch_ref.training.optimizer import decays
 
 CLIP = OPTIMIZER.clip or math.inf
@@ -338,7 +339,7 @@ def data(case: Data, variant: str) -> Program:
 
 
 BUILDERS: dict[str, worker.Builder] = {kind: globals()[kind] for kind in KINDS}
-SIDE = worker.Side("torch", BUILDERS, setup, device_peak, first_step)
+SIDE = worker.Side("torch", BUILDERS, setup, device_peak, first_step, keep_heap)
 
 if __name__ == "__main__":
     worker.main(SIDE, sys.argv[1:])

@@ -59,6 +59,8 @@ class Side:
     """Most bytes in use on an accelerator, since the last call where that can be asked; None on the processor."""
     first_step: Callable[[Any, str], float]
     """The loss of one training step, for a process that does nothing else."""
+    keep_memory: Callable[[], None]
+    """Lets the process keep freed memory."""
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -78,11 +80,13 @@ def measure(side: Side, case: Case, variant: str, seconds: float, outputs: Path 
     if outputs is not None and not program.once:
         save(program, outputs)
     timing.forget_peak()
-    before, resident, energy, began = side.device_peak(), timing.resident_bytes(), timing.joules(), time.perf_counter()
+    before, resident = side.device_peak(), timing.resident_bytes()
+    joules = timing.joules if before is None else timing.gpu_joules
+    energy, began = joules(), time.perf_counter()
     # On an accelerator runs queue up behind each other, and waiting for each would time the queue.
     chained = program.chained or before is not None
     found = timing.sample(program.run, program.wait, seconds=seconds, chained=chained, once=program.once)
-    spent, after, peak, device = time.perf_counter() - began, timing.joules(), timing.resident_bytes("VmHWM"), side.device_peak()
+    spent, after, peak, device = time.perf_counter() - began, joules(), timing.resident_bytes("VmHWM"), side.device_peak()
     if outputs is not None and program.once:
         save(program, outputs)
     if before is None:
@@ -115,6 +119,8 @@ def main(side: Side, arguments: list[str]) -> None:
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     place = folder / "passes" / f"{number}-{side.name}"
     place.mkdir(parents=True, exist_ok=True)
+    if plan["settings"]["keep_memory"]:
+        side.keep_memory()
     setup = {"python": platform.python_version(), "load": list(os.getloadavg())} | side.setup(len(os.sched_getaffinity(0)))
     write_json(place / "setup.json", setup)
     parent = os.getppid()

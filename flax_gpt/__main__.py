@@ -295,6 +295,7 @@ def bench(
     cases: str | None = None,
     out: Path = Path("bench"),
     resume: bool = False,
+    keep_memory: bool = False,
 ) -> None:
     """Times attention, training and generation beside PyTorch, outputs compared first; half an hour on two cores. Fails when a case has no ratio.
 
@@ -304,10 +305,11 @@ def bench(
         cases: Names to run, with * and ?, separated by commas; left out: all of the level.
         out: Folder of the results; new or empty, unless --resume goes on with what it holds.
         resume: Measure what the folder does not hold yet.
+        keep_memory: Let both sides keep freed memory on the processor, as train does, where malloc by default returns it to the system.
     """
     require(not (quick and full), "--full", full, "cannot be given beside --quick")
     level = "quick" if quick else "full" if full else "standard"
-    beside_torch("benchmarks.command", "bench").bench(level, cases, out, resume)
+    beside_torch("benchmarks.command", "bench").bench(level, cases, out, resume, keep_memory)
 
 
 def bench_compare(
