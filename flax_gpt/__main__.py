@@ -41,6 +41,7 @@ def train(
     glob: str = "*.txt",
     on_bad_file: OnBadFile = "error",
     resume: bool = False,
+    devices: int = 1,
     model: ModelOptions = ModelOptions(),  # noqa: B008 (frozen, as below)
     training: TrainConfig = TrainConfig(),  # noqa: B008
 ) -> None:
@@ -57,11 +58,14 @@ def train(
         glob: Names of the files to read in a folder, at any depth.
         on_bad_file: What to do with a file that is not UTF-8 or cannot be read.
         resume: Go on with the run in --out, bitwise as if it had never stopped; options that are left out are the run's.
+        devices: How many of the devices that jax sees share the rows of each batch, or of each of its parts; must divide their number. A run may go
+            on with another number, to rounding as if it had always had it.
     """
     from flax_gpt.training.loop import train
 
     source = None if data is None else str(data)
-    run = train(model.to_dict(), training, source, out, kind=kind, glob=glob, on_bad_file=on_bad_file, resume=resume)
+    options = dict(kind=kind, glob=glob, on_bad_file=on_bad_file, resume=resume, devices=devices)
+    run = train(model.to_dict(), training, source, out, **options)
     use = {"gpt": f"generate {run.folder} --prompt …", "encoder-decoder": f"generate {run.folder} --source …", "classifier": f"evaluate {run.folder}"}
     print(f"{run.folder} holds the run after {run.step} steps: flax-gpt {use[run.kind]}")
 
