@@ -19,6 +19,8 @@ import numpy as np
 
 from benchmarks import cases, timing
 from benchmarks.cases import Case
+from benchmarks.children import Children, Place, serve
+from flax_gpt.errors import require
 
 Values = Mapping[str, np.ndarray]
 
@@ -41,6 +43,8 @@ class Program:
     """What must live as long as the program does."""
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Which kernel ran, and the like."""
+    children: Children | None = None
+    """The processes that do the work in this one's place."""
 
 
 Builder = Callable[[Any, str], Program]
@@ -59,6 +63,12 @@ class Side:
     """Most bytes in use on an accelerator, since the last call where that can be asked; None on the processor."""
     first_step: Callable[[Any, str], float]
     """The loss of one training step, for a process that does nothing else."""
+    devices: Callable[[], int] = lambda: 1
+    """How many there are: accelerators, or processors."""
+    environments: Callable[[int], list[dict[str, str]]] = lambda devices: []
+    """What is set in each of the processes that share a case among so many devices."""
+    share: Callable[[Any, str, Place], Program] | None = None
+    """(case, variant, place) → a child's program."""
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -70,7 +80,7 @@ def write_json(path: Path, values: Any) -> None:
 
 def measure(side: Side, case: Case, variant: str, seconds: float, outputs: Path | None) -> dict[str, Any]:
     """Builds, runs once, writes what is compared when a file for it is given, and times; a program that runs once is timed as it does."""
-    program = side.builders[case.kind](case, variant)
+    program = side.builders[case.kind](case, variant) if case.devices == 1 else shared(side, case, variant)
     start = time.perf_counter()
     if not program.once:
         program.wait(program.run())
@@ -78,6 +88,8 @@ def measure(side: Side, case: Case, variant: str, seconds: float, outputs: Path 
     if outputs is not None and not program.once:
         save(program, outputs)
     timing.forget_peak()
+    if program.children is not None:
+        program.children.ask("forget")
     before, resident, energy, began = side.device_peak(), timing.resident_bytes(), timing.joules(), time.perf_counter()
     # On an accelerator runs queue up behind each other, and waiting for each would time the queue.
     chained = program.chained or before is not None
@@ -85,12 +97,59 @@ def measure(side: Side, case: Case, variant: str, seconds: float, outputs: Path 
     spent, after, peak, device = time.perf_counter() - began, timing.joules(), timing.resident_bytes("VmHWM"), side.device_peak()
     if outputs is not None and program.once:
         save(program, outputs)
-    if before is None:
+    if program.children is not None:
+        used = program.children.peak()
+    elif before is None:
         used = None if resident is None or peak is None else max(0, peak - resident)
     else:
         used = device if device != before else None
     watts = None if energy is None or after is None else (after - energy) / spent
     return found | {"first_s": first, "peak_bytes": used, "watts": watts, "facts": program.facts}
+
+
+def shared(side: Side, case: Case, variant: str) -> Program:
+    """A case on several devices, which children of this process compute. Raises InputError where there are fewer."""
+    there = side.devices()
+    require(case.devices <= there, "devices", case.devices, f"must be at most {there}, the processors or accelerators that there are")
+    children = Children(f"benchmarks.{side.name}_worker", case.to_dict(), variant, side.environments(case.devices))
+    facts = children.ask("build")[0] | {"processes": len(children.processes)}
+
+    def outputs() -> Values:
+        return {name: np.array(values, np.float32) for name, values in children.ask("outputs")[0].items()}
+
+    return Program(lambda: children.ask("run"), outputs, facts=facts, children=children)
+
+
+def child(side: Side, arguments: list[str]) -> None:
+    """A process of `shared`: CASE VARIANT FOLDER NUMBER COUNT."""
+    case, place = cases.read(json.loads(arguments[0])), Place(int(arguments[3]), int(arguments[4]), Path(arguments[2]))
+    held: dict[str, Any] = {}
+
+    def build() -> dict[str, Any]:
+        side.setup(max(1, len(os.sched_getaffinity(0)) // place.count))
+        assert side.share is not None
+        held["program"] = side.share(case, arguments[1], place)
+        return held["program"].facts
+
+    def run() -> None:
+        held["program"].wait(held["program"].run())
+
+    def outputs() -> dict[str, Any] | None:
+        found = held["program"].outputs()
+        return {name: np.asarray(array).tolist() for name, array in found.items()} if place.number == 0 else None
+
+    def forget() -> None:
+        timing.forget_peak()
+        held["resident"] = timing.resident_bytes()
+
+    def peak() -> int | None:
+        """None on an accelerator too: what its allocator says is one device's."""
+        found = timing.resident_bytes("VmHWM")
+        known = side.device_peak() is None and held["resident"] is not None and found is not None
+        return max(0, found - held["resident"]) if known else None
+
+    requests = {function.__name__: function for function in (build, run, outputs, forget, peak)}
+    serve(lambda request: requests[request](), reason)
 
 
 def save(program: Program, path: Path) -> None:
@@ -105,8 +164,11 @@ def save(program: Program, path: Path) -> None:
 def main(side: Side, arguments: list[str]) -> None:
     """SIDE_worker FOLDER PASS: goes through the cases of the plan that this pass has not done yet, saying which on standard output.
 
-    SIDE_worker first-step SIZE VARIANT: see `first_step`.
+    SIDE_worker first-step SIZE VARIANT: see `first_step`. SIDE_worker child …: see `child`.
     """
+    if arguments[0] == "child":
+        child(side, arguments[1:])
+        return
     if arguments[0] == "first-step":
         side.setup(len(os.sched_getaffinity(0)))
         print(side.first_step(cases.Start(size=arguments[1]), arguments[2]))

@@ -85,9 +85,9 @@ def train(
     progress: shows a bar, or lines where standard error is no terminal. picture: draws loss.png at the end.
 
     SIGINT and SIGTERM end the run after the present step, saved, with Stopped. Raises InputError for what reading the data refuses, a text shorter
-    than a window, sizes that are not the data's or beyond the device's memory, a folder that holds a run (without resume) or other files or is being
-    written by another process, devices that are not there or do not divide the rows, and a resume with another configuration or text; RunError when the loss or the gradient norm stops being finite, the
-    last good checkpoint kept.
+    than a window, sizes that are not the data's or beyond the device's memory, devices that are not there or do not divide the rows, a folder that
+    holds a run (without resume) or other files or is being written by another process, and a resume with another configuration or text; RunError
+    when the loss or the gradient norm stops being finite, the last good checkpoint kept.
     """
     use_compilation_cache()
     folder = Path(out)

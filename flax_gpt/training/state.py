@@ -63,8 +63,8 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
 def new_state(params: nnx.State, rest: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh | None = None) -> TrainState:
     """The state before the first update. Arrays are copied: the step donates its state, and nobody else may hold what it deletes.
 
-    All are committed to every device of `mesh`, or without one to the devices of the parameters, as the results of a step over such parameters are: a step whose second state were placed
-    otherwise than its first would be compiled twice.
+    All are committed to every device of `mesh`, or without one to the devices of the parameters, as the results of a step over such parameters are:
+    a step whose second state were placed otherwise than its first would be compiled twice.
     """
     params, rest = jax.tree.map(jnp.copy, (params, rest))
     zero = lambda: jnp.zeros((), jnp.float32)
