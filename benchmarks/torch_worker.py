@@ -236,7 +236,7 @@ def share(case: Train, variant: str, place: Place) -> Program:
     backend = "nccl" if DEVICE == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{place.folder}/store", rank=place.number, world_size=place.count)
     made = model(case.config, inputs.model_weights(case)).train()
-    parallel = DistributedDataParallel(made, broadcast_buffers=False, gradient_as_bucket_view=True)
+    parallel = DistributedDataParallel(made, forward_sync_buffers=False, gradient_as_bucket_view=True)
 
     def cut(tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, float]]:
         """This process's rows, and what makes of the sum of their losses a number whose mean over the processes is that of all counted tokens."""

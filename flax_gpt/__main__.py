@@ -64,8 +64,7 @@ def train(
     from flax_gpt.training.loop import train
 
     source = None if data is None else str(data)
-    options = dict(kind=kind, glob=glob, on_bad_file=on_bad_file, resume=resume, devices=devices)
-    run = train(model.to_dict(), training, source, out, **options)
+    run = train(model.to_dict(), training, source, out, kind=kind, glob=glob, on_bad_file=on_bad_file, resume=resume, devices=devices)
     use = {"gpt": f"generate {run.folder} --prompt …", "encoder-decoder": f"generate {run.folder} --source …", "classifier": f"evaluate {run.folder}"}
     print(f"{run.folder} holds the run after {run.step} steps: flax-gpt {use[run.kind]}")
 

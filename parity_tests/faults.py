@@ -212,8 +212,8 @@ FAULTS: dict[str, dict[str, Fault]] = {
         ),
         "devices: mean of means": Fault(
             _STATE,
-            "accumulated(*shared[:2], rows, shared[2], first_row)",
-            "accumulated(*shared[:2], rows, mesh.size * jnp.maximum(jnp.sum(rows.weights), 1), first_row)",
+            "accumulated(params, state, rows, count, first_row)",
+            "accumulated(params, state, rows, mesh.size * jnp.maximum(jnp.sum(rows.weights), 1), first_row)",
             "test_sharding.py::test_several_devices_are_as_one[float64]",
         ),
         "a bad batch trains": Fault(

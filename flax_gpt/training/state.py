@@ -133,7 +133,11 @@ def make_step(
         count = jnp.sum(batch.weights)
         if mesh is None:
             return accumulated(params, state, batch, count)
-        of_rows = lambda shared, rows, first_row: accumulated(*shared[:2], rows, shared[2], first_row)
+
+        def of_rows(shared: Any, rows: Any, first_row: jax.Array) -> tuple[jax.Array, nnx.State]:
+            params, state, count = shared
+            return accumulated(params, state, rows, count, first_row)
+
         return sharding.sum_over_rows(of_rows, mesh)((params, state, count), batch)
 
     def step(state: TrainState, batch: Any) -> TrainState:
@@ -174,7 +178,7 @@ def make_evaluation(
 
     if mesh is None:
         return jax.jit(evaluate)
-    of_rows = sharding.sum_over_rows(lambda model, rows, first_row: evaluate(*model, rows), mesh)
+    of_rows = sharding.sum_over_rows(lambda model, rows, first_row: evaluate(model[0], model[1], rows), mesh)
     whole = sharding.whole(mesh)
     shared = lambda params, rest, batch: of_rows((params, rest), batch)
     return jax.jit(shared, in_shardings=(whole, whole, sharding.by_rows(mesh)), out_shardings=whole)
