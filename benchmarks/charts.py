@@ -134,7 +134,7 @@ def scaling(rows: Sequence[Row], document: Mapping[str, Any]) -> Figure | None:
     panels.append(("training step", "parameters", "tokens/s", series, size, lambda row, ms: row["amount"] / ms * 1e3))
     measured = dict.fromkeys((row["case"]["size"], row["case"]["dropout"]) for row in steps if row["case"]["devices"] > 1)
     series = [(f"size {size}, dropout {rate:g}", pick(steps, size=size, dropout=rate)) for size, rate in measured]
-    panels.append(("training step shared", "devices", "ms", series, lambda row: row["case"]["devices"], lambda row, ms: ms))
+    panels.append(("training step on several devices", "devices", "ms", series, lambda row: row["case"]["devices"], lambda row, ms: ms))
     decode = [row for row in rows if row["case"]["kind"] == "generate" and row["case"]["new"] > 1 and not row["case"]["recompute"]]
     series = [(f"size {size}", pick(decode, size=size, prompt=16)) for size in SIZES]
     panels.append(("decoding", "batch", "tokens/s", series, lambda row: row["case"]["batch"], lambda row, ms: row["amount"] / ms * 1e3))
