@@ -58,8 +58,7 @@ def train(
         glob: Names of the files to read in a folder, at any depth.
         on_bad_file: What to do with a file that is not UTF-8 or cannot be read.
         resume: Go on with the run in --out, bitwise as if it had never stopped; options that are left out are the run's.
-        devices: How many of the devices that jax sees share the rows of each batch, or of each of its parts; must divide their number. A run may go
-            on with another number, to rounding as if it had always had it.
+        devices: How many of the devices that jax sees share each batch; must divide its rows, or those of each of its parts. --resume may change it.
     """
     from flax_gpt.training.loop import train
 

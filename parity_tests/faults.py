@@ -361,6 +361,20 @@ FAULTS: dict[str, dict[str, Fault]] = {
             _RANDOM, "first[axis] if axis < len(first) else 0", "0", "test_random.py::test_order_and_split_of_a_batch_do_not_matter"
         ),
     },
+    "benchmark": {
+        "children are strangers": Fault(
+            "benchmarks/timing.py", "sum(map(process_seconds, CHILDREN))", "0.0", "test_bench_devices.py::test_the_time_of_children_is_ones_own"
+        ),
+        "children outlive their worker": Fault(
+            "benchmarks/children.py", "os._exit(0)", "return", "test_bench_devices.py::test_no_child_outlives_a_worker_that_was_killed"
+        ),
+        "processes weighed alike": Fault(
+            "benchmarks/torch_worker.py",
+            "factor = place.count / int(",
+            "factor = 1 / int(",
+            "test_bench_devices.py::test_two_devices_of_each_side_compute_what_one_does",
+        ),
+    },
     "instrument": {
         "infinite limit": Fault(
             _TOLERANCES,

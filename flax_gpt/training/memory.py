@@ -45,6 +45,7 @@ def check_memory(config: Any, train_config: TrainConfig, length: int, devices: i
     holds, state = device_bytes(), together * state_bytes(config, train_config.optimizer)
     limit = f"and this device holds {holds / GIB:,.1f} GiB"
     kept = "parameters, gradients and moments" if moments(train_config.optimizer) else "parameters and gradients"
+    kept += f" on each of {together} devices" if together > 1 else ""
     require(state <= holds, "d_model", config.d_model, f"makes {kept} of at least {state / GIB:,.1f} GiB, {limit}")
     rows = train_config.batch_size // train_config.accumulate * together // devices
     step = state + step_bytes(config, rows * length)
