@@ -17,9 +17,9 @@ from parity_tests.sharded import CHECKS, SMALL
 @pytest.fixture(scope="module")
 def found():
     """{check: its failures}; both halves at once, in processes of their own, since jax makes its devices when it starts."""
-    # The devices wait for each other, and on a busy machine for long; what is compiled runs for a moment only.
+    # The devices wait for each other, on a busy machine for long; what is compiled runs for a moment only.
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    environment["XLA_FLAGS"] = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+    environment["XLA_FLAGS"] = "--xla_cpu_collective_call_terminate_timeout_seconds=200"
     command = [sys.executable, "-m", "parity_tests.sharded"]
     started = [subprocess.Popen([*command, part], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for part in CHECKS]
     told = {}

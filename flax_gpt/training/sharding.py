@@ -54,3 +54,14 @@ def sum_over_rows(function: Callable[[Any, Any, Any], Any], mesh: Mesh) -> Calla
         return jax.lax.psum(function(own, rows, first_row), DATA)
 
     return jax.shard_map(on_device, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec(DATA)), out_specs=PartitionSpec())
+
+
+def one_at_a_time(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """`function`, a jitted program over `mesh`, that waits for its results where the devices are made of the processor.
+
+    There the programs of all devices share one pool of threads, and a device that waits in a sum holds one: of programs that queue up, some wait for
+    a device that gets no thread, for ever. An accelerator has a queue of its own for each device, and the host runs ahead of it.
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        return function
+    return lambda *arguments: jax.block_until_ready(function(*arguments))

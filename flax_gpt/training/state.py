@@ -163,7 +163,8 @@ def make_step(
     if mesh is None:
         return jax.jit(step, donate_argnums=0)
     whole = sharding.whole(mesh)
-    return jax.jit(step, donate_argnums=0, in_shardings=(whole, sharding.by_rows(mesh)), out_shardings=whole)
+    placed = jax.jit(step, donate_argnums=0, in_shardings=(whole, sharding.by_rows(mesh)), out_shardings=whole)
+    return sharding.one_at_a_time(placed, mesh)
 
 
 def make_evaluation(
@@ -181,7 +182,8 @@ def make_evaluation(
     of_rows = sharding.sum_over_rows(lambda model, rows, first_row: evaluate(model[0], model[1], rows), mesh)
     whole = sharding.whole(mesh)
     shared = lambda params, rest, batch: of_rows((params, rest), batch)
-    return jax.jit(shared, in_shardings=(whole, whole, sharding.by_rows(mesh)), out_shardings=whole)
+    placed = jax.jit(shared, in_shardings=(whole, whole, sharding.by_rows(mesh)), out_shardings=whole)
+    return sharding.one_at_a_time(placed, mesh)
 
 
 def to_arrays(state: Any) -> dict[str, Any]:
