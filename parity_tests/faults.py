@@ -210,6 +210,12 @@ FAULTS: dict[str, dict[str, Fault]] = {
         "devices: one dropout for all": Fault(
             _SHARDING, "first_row = jax.lax", "first_row = 0 * jax.lax", "test_sharding.py::test_several_devices_are_as_one[draws]"
         ),
+        "devices: steps queue up": Fault(
+            _SHARDING,
+            "jax.block_until_ready(function(*arguments))",
+            "function(*arguments)",
+            "test_sharding.py::test_several_devices_are_as_one[draws]",
+        ),
         "devices: mean of means": Fault(
             _STATE,
             "accumulated(params, state, rows, count, first_row)",

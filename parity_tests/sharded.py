@@ -93,10 +93,15 @@ def draws() -> list[str]:
         state = from_arrays({name: np.asarray(array) for name, array in to_arrays(state).items()}, state)
         state = step(state, numbered())
         found[devices, parts] = [*losses, float(state.loss)]
-        for _ in range(200):  # nobody looks at them: see sharding.one_at_a_time
-            state = step(state, numbered())
-        if (int(state.step), len(traces)) != (203, 1):
-            failures.append(f"{devices} devices: {int(state.step)} steps, compiled {len(traces)} times")
+        if mesh is not None:
+            queued = 0
+            for _ in range(20):
+                state = step(state, numbered())
+                queued += not state.step.is_ready()
+            if queued:  # see sharding.one_at_a_time
+                failures.append(f"{devices} devices: {queued} of 20 steps were left to run behind the host")
+        if len(traces) != 1:
+            failures.append(f"{devices} devices: the step was compiled {len(traces)} times")
         if any(not leaf.sharding.is_fully_replicated or len(leaf.devices()) != devices for leaf in jax.tree.leaves(state)):
             failures.append(f"{devices} devices: the state is not whole on each")
     one = found[1, 1]

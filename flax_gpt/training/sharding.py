@@ -59,8 +59,8 @@ def sum_over_rows(function: Callable[[Any, Any, Any], Any], mesh: Mesh) -> Calla
 def one_at_a_time(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     """`function`, a jitted program over `mesh`, that waits for its results where the devices are made of the processor.
 
-    There the programs of all devices share one pool of threads, and a device that waits in a sum holds one: of programs that queue up, some wait for
-    a device that gets no thread, for ever. An accelerator has a queue of its own for each device, and the host runs ahead of it.
+    There, programs that queue up wait for each other for ever now and then: in jax 0.10.2, of some hundred training steps on four devices made of two
+    cores one stops with three devices in a sum and the fourth never there. Accelerators have a queue each, and the host may run ahead of them.
     """
     if mesh.devices.flat[0].platform != "cpu":
         return function
