@@ -19,12 +19,12 @@ def found():
     """{check: its failures}; both halves at once, in processes of their own, since jax makes its devices when it starts."""
     # The devices wait for each other, on a busy machine for long; what is compiled runs for a moment only.
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    environment["XLA_FLAGS"] = "--xla_cpu_collective_call_terminate_timeout_seconds=200"
+    environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_collective_call_terminate_timeout_seconds=200"
     command = [sys.executable, "-m", "parity_tests.sharded"]
     started = [subprocess.Popen([*command, part], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for part in CHECKS]
+    said = [process.communicate() for process in started]
     told = {}
-    for process in started:
-        out, err = process.communicate()
+    for process, (out, err) in zip(started, said, strict=True):
         assert process.returncode == 0, err[-3000:]
         told |= json.loads(out.splitlines()[-1])
     return told
