@@ -160,7 +160,11 @@ def train(report: Report, case: Train, outputs: Outputs) -> None:
     for programs, rate in [(ours, case.dropout), (theirs, 0.0)] if case.dropout else [(outputs, 0.0)]:
         if programs:
             compare.judge(
-                report, case.dtype, programs, *one_step(dataclasses.replace(case, dropout=rate)), reference=REFERENCE if REFERENCE in programs else ""
+                report,
+                case.dtype,
+                programs,
+                *one_step(dataclasses.replace(case, dropout=rate, devices=1)),
+                reference=REFERENCE if REFERENCE in programs else "",
             )
 
 

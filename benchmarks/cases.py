@@ -7,6 +7,7 @@ forward pass for the backward pass; what a program computes a second time does n
 import dataclasses
 import fnmatch
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -80,6 +81,8 @@ class Case:
     kind: ClassVar[str]
     variants: ClassVar[Mapping[str, tuple[str, ...]]] = {"jax": ("jit",), "torch": ("eager",)}
     """How each side runs it; the ratio is taken against the fastest of torch's."""
+    devices: ClassVar[int] = 1
+    """How many share it."""
     dtype: str = "float32"
 
     @property
@@ -236,15 +239,19 @@ class Forward(ModelCase):
 
 @dataclasses.dataclass(frozen=True)
 class Train(ModelCase):
-    """A training step: forward, backward, clip, AdamW."""
+    """A training step: forward, backward, clip, AdamW; on several devices each takes its rows of the batch."""
 
     kind = "train"
-    variants = COMPILED
     dropout: float = 0.1
+    devices: int = 1  # type: ignore[misc]
+
+    @property
+    def variants(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]
+        return COMPILED if self.devices == 1 else {"jax": ("jit",), "torch": ("eager",)}
 
     @property
     def name(self) -> str:
-        return f"train-{self.size}-dropout{self.dropout:g}"
+        return f"train-{self.size}-dropout{self.dropout:g}" + f"-devices{self.devices}" * (self.devices > 1)
 
     @property
     def config(self) -> GPTConfig:
@@ -431,7 +438,8 @@ def _full() -> list[Case]:
         Beam(size="M"),
     ]
     large = [Forward(size="124M"), *(Train(size="124M", dropout=dropout) for dropout in (0.1, 0.0))]
-    return list(dict.fromkeys([*_standard(), *attention, *generation, *large]))
+    shared = [Train(size="M", dropout=0.0, devices=devices) for devices in (2, 4) if devices == 2 or devices <= (os.cpu_count() or 1)]
+    return list(dict.fromkeys([*_standard(), *attention, *generation, *large, *shared]))
 
 
 def select(level: str, pattern: str | None) -> list[Case]:

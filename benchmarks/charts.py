@@ -116,7 +116,7 @@ def roofline(rows: Sequence[Row], document: Mapping[str, Any]) -> Figure | None:
 
 
 def scaling(rows: Sequence[Row], document: Mapping[str, Any]) -> Figure | None:
-    """Attention against T, the training step against parameters, decoding against the batch: the panels with two points or more."""
+    """Attention against T, the training step against parameters and devices, decoding against the batch: the panels with two points or more."""
     panels: list[tuple[str, str, str, list[tuple[str, list[Row]]], Callable[[Row], float], Callable[[Row, float], float]]] = []
     attention = [row for row in rows if row["case"]["kind"] == "attention"]
     plain_heads = [
@@ -127,10 +127,14 @@ def scaling(rows: Sequence[Row], document: Mapping[str, Any]) -> Figure | None:
             ("forward and backward" if backward else "forward", pick(plain_heads, dtype=dtype, backward=backward)) for backward in (False, True)
         ]
         panels.append((f"causal attention, {dtype}", "T", "ms", series, lambda row: row["case"]["length"], lambda row, ms: ms))
-    train = [row for row in rows if row["case"]["kind"] == "train"]
+    steps = [row for row in rows if row["case"]["kind"] == "train"]
+    train = pick(steps, devices=1)
     series = [(f"dropout {rate:g}", pick(train, dropout=rate)) for rate in (0.1, 0.0)]
     size = lambda row: parameters(SIZES[row["case"]["size"]].config)
     panels.append(("training step", "parameters", "tokens/s", series, size, lambda row, ms: row["amount"] / ms * 1e3))
+    measured = dict.fromkeys((row["case"]["size"], row["case"]["dropout"]) for row in steps if row["case"]["devices"] > 1)
+    series = [(f"size {size}, dropout {rate:g}", pick(steps, size=size, dropout=rate)) for size, rate in measured]
+    panels.append(("training step on several devices", "devices", "ms", series, lambda row: row["case"]["devices"], lambda row, ms: ms))
     decode = [row for row in rows if row["case"]["kind"] == "generate" and row["case"]["new"] > 1 and not row["case"]["recompute"]]
     series = [(f"size {size}", pick(decode, size=size, prompt=16)) for size in SIZES]
     panels.append(("decoding", "batch", "tokens/s", series, lambda row: row["case"]["batch"], lambda row, ms: row["amount"] / ms * 1e3))

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from benchmarks import inputs, worker
 from benchmarks.cases import KINDS, OPTIMIZER, SIZES, Attention, Beam, Checkpoint, Copy, Data, Forward, Generate, Matmul, Piece, Start, Train
+from benchmarks.children import Place
 from benchmarks.worker import Program
-from flax_gpt.config import GPTConfig
+from flax_gpt.config import GPTConfig, TrainConfig
 from flax_gpt.generation import sampling
 from flax_gpt.generation.beam import beam_search
 from flax_gpt.kernels import attend, explain
@@ -28,6 +30,7 @@ from flax_gpt.models.gpt import MiniGPT
 from flax_gpt.nn.dropout import Draw, dropout
 from flax_gpt.nn.feed_forward import gelu
 from flax_gpt.training import checkpoint as checkpoints
+from flax_gpt.training import sharding
 from flax_gpt.training.allocation import keep_memory
 from flax_gpt.training.compilation import use_compilation_cache
 from flax_gpt.training.data import Batch, Windows
@@ -170,10 +173,11 @@ def train(case: Train, variant: str) -> Program:
     made = model(config, inputs.model_weights(case))
     graph, params, rest = split_model(made)
     optimizer = make_optimizer(OPTIMIZER, 1)
-    step = make_step(graph, optimizer, lambda completed: completed % 10 == 0)
-    start = lambda: new_state(params, rest, optimizer)
+    mesh = sharding.data_mesh(case.devices, TrainConfig(batch_size=size.batch))
+    step = make_step(graph, optimizer, lambda completed: completed % 10 == 0, mesh=mesh)
+    start = lambda: new_state(params, rest, optimizer, mesh)
     holder = [start()]
-    batches = [one_batch(case, number) for number in range(4)]
+    batches = [one_batch(case, number, mesh=mesh) for number in range(4)]
 
     def run() -> Any:
         holder[0] = step(holder[0], batches[0])
@@ -182,7 +186,7 @@ def train(case: Train, variant: str) -> Program:
 
     def outputs() -> dict[str, np.ndarray]:
         rows = inputs.counted_rows(size.batch, size.length)
-        after = step(start(), one_batch(case, 0, rows))
+        after = step(start(), one_batch(case, 0, rows, mesh))
         adam = next(part for part in after.optimizer if isinstance(part, optax.ScaleByAdamState))
         found = {"losses": np.asarray(after.loss)[None], "grad_norms": np.asarray(after.grad_norm)[None]}
         for group, values in (("weights", after.params), ("exp_avg", adam.mu)):
@@ -192,13 +196,26 @@ def train(case: Train, variant: str) -> Program:
     return Program(run, outputs, wait, chained=True, facts=kernel_of(config, size.batch, size.length))
 
 
-def one_batch(case: Train, number: int, rows: int | None = None) -> Batch:
-    """A batch on the device, of which the first `rows` count; None: all."""
+def one_batch(case: Train, number: int, rows: int | None = None, mesh: Mesh | None = None) -> Batch:
+    """A batch on the device, or cut over those of `mesh`, of which the first `rows` count; None: all."""
     size = case.model
     tokens, targets = inputs.tokens(case, number)
     weights = np.ones(tokens.shape, np.float32)
     weights[size.batch if rows is None else rows :] = 0
-    return jax.device_put(Batch(tokens, targets, weights))
+    return jax.device_put(Batch(tokens, targets, weights), None if mesh is None else sharding.by_rows(mesh))
+
+
+def devices() -> int:
+    return len(os.sched_getaffinity(0)) if jax.default_backend() == "cpu" else jax.local_device_count()
+
+
+def environments(count: int) -> list[dict[str, str]]:
+    """One process has all devices; of a processor it must be told to make so many."""
+    return [{"JAX_NUM_CPU_DEVICES": str(count)} if jax.default_backend() == "cpu" else {}]
+
+
+def share(case: Train, variant: str, place: Place) -> Program:
+    return train(case, variant)
 
 
 def generate(case: Generate, variant: str) -> Program:
@@ -273,7 +290,7 @@ def data(case: Data, variant: str) -> Program:
 
 
 BUILDERS: dict[str, worker.Builder] = {kind: globals()[kind] for kind in KINDS}
-SIDE = worker.Side("jax", BUILDERS, setup, device_peak, first_step, keep_memory)
+SIDE = worker.Side("jax", BUILDERS, setup, device_peak, first_step, keep_memory, devices, environments, share)
 
 if __name__ == "__main__":
     worker.main(SIDE, sys.argv[1:])

@@ -74,7 +74,7 @@ def prepare(selected: list[Case], settings: Settings, out: Path, *, resume: bool
 def run(selected: list[Case], settings: Settings, out: Path) -> None:
     """Measures what the prepared folder does not hold yet. KeyboardInterrupt passes through; what was measured stays."""
     with _lock(out), Display(2 * settings.processes * len(selected)) as display:
-        environment = child_environment(out)
+        environment = child_environment(out) | ({worker.KEEP_MEMORY: "1"} if settings.keep_memory else {})
         for number in range(settings.processes):
             for side in ("jax", "torch") if number % 2 == 0 else ("torch", "jax"):
                 _work(out, selected, settings, number, side, environment, display)

@@ -16,10 +16,13 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import inputs, worker
 from benchmarks.cases import KINDS, OPTIMIZER, SIZES, Attention, Beam, Checkpoint, Copy, Data, Forward, Generate, Matmul, Piece, Start, Train
+from benchmarks.children import Place
 from benchmarks.torch_fast import FastGPT
 from benchmarks.worker import Program
 from flax_gpt.config import GPTConfig
@@ -172,13 +175,23 @@ def optimizer_of(made: FastGPT) -> torch.optim.Optimizer:
 
 
 def train(case: Train, variant: str) -> Program:
-    size = case.model
     made = model(case.config, inputs.model_weights(case)).train()
-    loss_of = compiled(made.loss, variant)
-    optimizer = optimizer_of(made)
-    batches = [one_batch(case, number) for number in range(4)]
+    return training(case, made, compiled(made.loss, variant), lambda tokens, targets: (tokens, targets), lambda loss: loss)
 
-    def step(tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+
+def training(
+    case: Train,
+    made: FastGPT,
+    loss_of: Callable[[Any, Any], torch.Tensor],
+    cut: Callable[[torch.Tensor, torch.Tensor], tuple[Any, Any]],
+    whole: Callable[[torch.Tensor], torch.Tensor],
+) -> Program:
+    """Steps of `made`. `cut` makes of a batch what `loss_of` takes, and `whole` of its result the loss of that batch, where it is compared."""
+    size = case.model
+    optimizer = optimizer_of(made)
+    batches = [cut(*one_batch(case, number)) for number in range(4)]
+
+    def step(tokens: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         optimizer.zero_grad(set_to_none=True)
         loss = loss_of(tokens, targets)
         loss.backward()
@@ -197,15 +210,52 @@ def train(case: Train, variant: str) -> Program:
         made.train(case.dropout == 0)  # torch draws dropout's numbers from a generator of its own
         tokens, targets = one_batch(case, 0)
         targets[inputs.counted_rows(size.batch, size.length) :] = -100
-        loss, norm = step(tokens, targets)
+        loss, norm = step(*cut(tokens, targets))
         made.train()
         named = dict(made.named_parameters())
-        found = {"losses": to_numpy(loss)[None], "grad_norms": to_numpy(norm)[None]}
+        found = {"losses": to_numpy(whole(loss))[None], "grad_norms": to_numpy(norm)[None]}
         for group, values in (("weights", named), ("exp_avg", {name: optimizer.state[p]["exp_avg"] for name, p in named.items()})):
             found |= {f"step1/{group}/{name}": inputs.thin(array) for name, array in made.named(values).items()}
         return found
 
     return Program(run, outputs, wait, chained=True)
+
+
+def devices() -> int:
+    return torch.cuda.device_count() if DEVICE == "cuda" else len(os.sched_getaffinity(0))
+
+
+def environments(count: int) -> list[dict[str, str]]:
+    """A process a device; gloo would look for the host's name on a network."""
+    return [{"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"} if DEVICE == "cpu" else {}] * count
+
+
+def share(case: Train, variant: str, place: Place) -> Program:
+    """One process of DistributedDataParallel, which takes its rows of each batch and averages the gradients of all processes as they are found."""
+    if DEVICE == "cuda":
+        torch.cuda.set_device(place.number)
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{place.folder}/store", rank=place.number, world_size=place.count)
+    made = model(case.config, inputs.model_weights(case)).train()
+    parallel = DistributedDataParallel(made, forward_sync_buffers=False, gradient_as_bucket_view=True)
+
+    def cut(tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, float]]:
+        """This process's rows, and what makes of the sum of their losses a number whose mean over the processes is that of all counted tokens."""
+        factor = place.count / int((targets != -100).sum())
+        return tokens.chunk(place.count)[place.number], (targets.chunk(place.count)[place.number].flatten(), factor)
+
+    def loss_of(tokens: torch.Tensor, aim: tuple[torch.Tensor, float]) -> torch.Tensor:
+        targets, factor = aim
+        return F.cross_entropy(parallel(tokens).flatten(0, 1), targets, reduction="sum") * factor
+
+    def whole(loss: torch.Tensor) -> torch.Tensor:
+        mean = loss.detach() / place.count
+        dist.all_reduce(mean)
+        return mean
+
+    found = training(case, made, loss_of, cut, whole)
+    found.facts = {"backend": backend, "threads": torch.get_num_threads()}
+    return found
 
 
 def one_batch(case: Train, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -339,7 +389,7 @@ def data(case: Data, variant: str) -> Program:
 
 
 BUILDERS: dict[str, worker.Builder] = {kind: globals()[kind] for kind in KINDS}
-SIDE = worker.Side("torch", BUILDERS, setup, device_peak, first_step, keep_heap)
+SIDE = worker.Side("torch", BUILDERS, setup, device_peak, first_step, keep_heap, devices, environments, share)
 
 if __name__ == "__main__":
     worker.main(SIDE, sys.argv[1:])

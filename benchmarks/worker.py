@@ -19,8 +19,13 @@ import numpy as np
 
 from benchmarks import cases, timing
 from benchmarks.cases import Case
+from benchmarks.children import Children, Place, serve
+from flax_gpt.errors import require
 
 Values = Mapping[str, np.ndarray]
+
+KEEP_MEMORY = "FLAX_GPT_BENCH_KEEP_MEMORY"
+"""Set where a worker, and every process that it starts, keeps freed memory."""
 
 
 @dataclasses.dataclass
@@ -41,6 +46,8 @@ class Program:
     """What must live as long as the program does."""
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Which kernel ran, and the like."""
+    children: Children | None = None
+    """The processes that do the work in this one's place."""
 
 
 Builder = Callable[[Any, str], Program]
@@ -61,6 +68,12 @@ class Side:
     """The loss of one training step, for a process that does nothing else."""
     keep_memory: Callable[[], None]
     """Lets the process keep freed memory."""
+    devices: Callable[[], int]
+    """How many there are: accelerators, or processors."""
+    environments: Callable[[int], list[dict[str, str]]]
+    """What is set in each of the processes that share a case among so many devices."""
+    share: Callable[[Any, str, Place], Program]
+    """(case, variant, place) → a child's program."""
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -72,7 +85,7 @@ def write_json(path: Path, values: Any) -> None:
 
 def measure(side: Side, case: Case, variant: str, seconds: float, outputs: Path | None) -> dict[str, Any]:
     """Builds, runs once, writes what is compared when a file for it is given, and times; a program that runs once is timed as it does."""
-    program = side.builders[case.kind](case, variant)
+    program = side.builders[case.kind](case, variant) if case.devices == 1 else shared(side, case, variant)
     start = time.perf_counter()
     if not program.once:
         program.wait(program.run())
@@ -80,6 +93,8 @@ def measure(side: Side, case: Case, variant: str, seconds: float, outputs: Path 
     if outputs is not None and not program.once:
         save(program, outputs)
     timing.forget_peak()
+    if program.children is not None:
+        program.children.ask("forget")
     before, resident = side.device_peak(), timing.resident_bytes()
     joules = timing.joules if before is None else timing.gpu_joules
     energy, began = joules(), time.perf_counter()
@@ -89,12 +104,58 @@ def measure(side: Side, case: Case, variant: str, seconds: float, outputs: Path 
     spent, after, peak, device = time.perf_counter() - began, joules(), timing.resident_bytes("VmHWM"), side.device_peak()
     if outputs is not None and program.once:
         save(program, outputs)
-    if before is None:
+    if program.children is not None:
+        used = program.children.peak()
+    elif before is None:
         used = None if resident is None or peak is None else max(0, peak - resident)
     else:
         used = device if device != before else None
     watts = None if energy is None or after is None else (after - energy) / spent
     return found | {"first_s": first, "peak_bytes": used, "watts": watts, "facts": program.facts}
+
+
+def shared(side: Side, case: Case, variant: str) -> Program:
+    """A case on several devices, which children of this process compute. Raises InputError where there are fewer."""
+    there = side.devices()
+    require(case.devices <= there, "devices", case.devices, f"must be at most {there}, the processors or accelerators that there are")
+    children = Children(f"benchmarks.{side.name}_worker", case.to_dict(), variant, side.environments(case.devices))
+    facts = children.ask("build")[0] | {"processes": len(children.processes)}
+
+    def outputs() -> Values:
+        return {name: np.array(values, np.float32) for name, values in children.ask("outputs")[0].items()}
+
+    return Program(lambda: children.ask("run"), outputs, facts=facts, children=children)
+
+
+def child(side: Side, arguments: list[str]) -> None:
+    """A process of `shared`: CASE VARIANT FOLDER NUMBER COUNT."""
+    case, place = cases.read(json.loads(arguments[0])), Place(int(arguments[3]), int(arguments[4]), Path(arguments[2]))
+    held: dict[str, Any] = {}
+
+    def build() -> dict[str, Any]:
+        side.setup(max(1, len(os.sched_getaffinity(0)) // place.count))
+        held["program"] = side.share(case, arguments[1], place)
+        return held["program"].facts
+
+    def run() -> None:
+        held["program"].wait(held["program"].run())
+
+    def outputs() -> dict[str, Any] | None:
+        found = held["program"].outputs()
+        return {name: np.asarray(array).tolist() for name, array in found.items()} if place.number == 0 else None
+
+    def forget() -> None:
+        timing.forget_peak()
+        held["resident"] = timing.resident_bytes()
+
+    def peak() -> int | None:
+        """None on an accelerator too: what its allocator says is one device's."""
+        found = timing.resident_bytes("VmHWM")
+        known = side.device_peak() is None and held["resident"] is not None and found is not None
+        return max(0, found - held["resident"]) if known else None
+
+    requests = {function.__name__: function for function in (build, run, outputs, forget, peak)}
+    serve(lambda request: requests[request](), reason)
 
 
 def save(program: Program, path: Path) -> None:
@@ -109,8 +170,13 @@ def save(program: Program, path: Path) -> None:
 def main(side: Side, arguments: list[str]) -> None:
     """SIDE_worker FOLDER PASS: goes through the cases of the plan that this pass has not done yet, saying which on standard output.
 
-    SIDE_worker first-step SIZE VARIANT: see `first_step`.
+    SIDE_worker first-step SIZE VARIANT: see `first_step`. SIDE_worker child …: see `child`.
     """
+    if KEEP_MEMORY in os.environ:
+        side.keep_memory()
+    if arguments[0] == "child":
+        child(side, arguments[1:])
+        return
     if arguments[0] == "first-step":
         side.setup(len(os.sched_getaffinity(0)))
         print(side.first_step(cases.Start(size=arguments[1]), arguments[2]))
@@ -119,8 +185,6 @@ def main(side: Side, arguments: list[str]) -> None:
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     place = folder / "passes" / f"{number}-{side.name}"
     place.mkdir(parents=True, exist_ok=True)
-    if plan["settings"]["keep_memory"]:
-        side.keep_memory()
     setup = {"python": platform.python_version(), "load": list(os.getloadavg())} | side.setup(len(os.sched_getaffinity(0)))
     write_json(place / "setup.json", setup)
     parent = os.getppid()

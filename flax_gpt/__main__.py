@@ -41,6 +41,7 @@ def train(
     glob: str = "*.txt",
     on_bad_file: OnBadFile = "error",
     resume: bool = False,
+    devices: int = 1,
     model: ModelOptions = ModelOptions(),  # noqa: B008 (frozen, as below)
     training: TrainConfig = TrainConfig(),  # noqa: B008
 ) -> None:
@@ -57,11 +58,12 @@ def train(
         glob: Names of the files to read in a folder, at any depth.
         on_bad_file: What to do with a file that is not UTF-8 or cannot be read.
         resume: Go on with the run in --out, bitwise as if it had never stopped; options that are left out are the run's.
+        devices: How many of the devices that jax sees share each batch; must divide its rows, or those of each of its parts. --resume may change it.
     """
     from flax_gpt.training.loop import train
 
     source = None if data is None else str(data)
-    run = train(model.to_dict(), training, source, out, kind=kind, glob=glob, on_bad_file=on_bad_file, resume=resume)
+    run = train(model.to_dict(), training, source, out, kind=kind, glob=glob, on_bad_file=on_bad_file, resume=resume, devices=devices)
     use = {"gpt": f"generate {run.folder} --prompt …", "encoder-decoder": f"generate {run.folder} --source …", "classifier": f"evaluate {run.folder}"}
     print(f"{run.folder} holds the run after {run.step} steps: flax-gpt {use[run.kind]}")
 

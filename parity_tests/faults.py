@@ -56,6 +56,7 @@ def survives(fault: Fault, folder: Path) -> str:
 
 _MASKS, _TREE, _NAMES, _ROTARY = "flax_gpt/masks.py", "flax_gpt/weights/tree.py", "flax_gpt/weights/torch_names.py", "flax_gpt/weights/rotary.py"
 _OPTIMIZER, _STATE = "flax_gpt/training/optimizer.py", "flax_gpt/training/state.py"
+_SHARDING = "flax_gpt/training/sharding.py"
 _SAMPLING, _DRAWS, _BEAM = "flax_gpt/generation/sampling.py", "flax_gpt/generation/draws.py", "flax_gpt/generation/beam.py"
 _LOSS, _DATA, _RANDOM = "flax_gpt/training/loss.py", "flax_gpt/training/data.py", "flax_gpt/random.py"
 _TOLERANCES, _JUDGEMENT, _COMPARE = "parity_tests/tolerances.py", "parity_tests/judgement.py", "parity_tests/compare.py"
@@ -196,9 +197,30 @@ FAULTS: dict[str, dict[str, Fault]] = {
         ),
         "accumulation: one dropout for all parts": Fault(
             _STATE,
-            "rows = jnp.arange(accumulate) * parts",
-            "rows = 0 * jnp.arange(accumulate) * parts",
+            "rows = first_row + jnp.arange(accumulate) * parts",
+            "rows = first_row + 0 * jnp.arange(accumulate) * parts",
             "test_training_parity.py::test_parts_of_a_batch_add_up",
+        ),
+        "devices: one device's gradients alone": Fault(
+            _SHARDING,
+            "jax.lax.psum(function(own, rows, first_row), DATA)",
+            "jax.lax.psum(jax.tree.map(lambda x: x * (first_row == 0), function(own, rows, first_row)), DATA)",
+            "test_sharding.py::test_several_devices_are_as_one[float64]",
+        ),
+        "devices: one dropout for all": Fault(
+            _SHARDING, "first_row = jax.lax", "first_row = 0 * jax.lax", "test_sharding.py::test_several_devices_are_as_one[draws]"
+        ),
+        "devices: steps queue up": Fault(
+            _SHARDING,
+            "jax.block_until_ready(function(*arguments))",
+            "function(*arguments)",
+            "test_sharding.py::test_several_devices_are_as_one[draws]",
+        ),
+        "devices: mean of means": Fault(
+            _STATE,
+            "accumulated(params, state, rows, count, first_row)",
+            "accumulated(params, state, rows, mesh.size * jnp.maximum(jnp.sum(rows.weights), 1), first_row)",
+            "test_sharding.py::test_several_devices_are_as_one[float64]",
         ),
         "a bad batch trains": Fault(
             _STATE,
@@ -343,6 +365,20 @@ FAULTS: dict[str, dict[str, Fault]] = {
         ),
         "first coordinate ignored": Fault(
             _RANDOM, "first[axis] if axis < len(first) else 0", "0", "test_random.py::test_order_and_split_of_a_batch_do_not_matter"
+        ),
+    },
+    "benchmark": {
+        "children are strangers": Fault(
+            "benchmarks/timing.py", "sum(map(process_seconds, CHILDREN))", "0.0", "test_bench_devices.py::test_the_time_of_children_is_ones_own"
+        ),
+        "children outlive their worker": Fault(
+            "benchmarks/children.py", "os._exit(0)", "return", "test_bench_devices.py::test_no_child_outlives_a_worker_that_was_killed"
+        ),
+        "processes weighed alike": Fault(
+            "benchmarks/torch_worker.py",
+            "factor = place.count / int(",
+            "factor = 1 / int(",
+            "test_bench_devices.py::test_two_devices_of_each_side_compute_what_one_does",
         ),
     },
     "instrument": {

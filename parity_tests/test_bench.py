@@ -358,6 +358,7 @@ def test_pictures_of_made_up_figures(tmp_path: Path) -> None:
     """Every panel, from figures that no machine took."""
     rows = []
     shown = [case for case in cases.grid("standard") if case.kind in ("matmul", "attention", "train", "generate") and case.dtype == "float32"]
+    shown += [Train(size="M", dropout=0.0, devices=devices) for devices in (2, 4)]
     for number, case in enumerate(shown):
         one = lambda ms: {"ms": ms, "processes": [ms * 0.95, ms, ms * 1.05], "rejected": 0}
         ms = (case.flops or 1e8) / 1e8 * (1 + number % 3 / 10)
@@ -371,3 +372,7 @@ def test_pictures_of_made_up_figures(tmp_path: Path) -> None:
     drawn = charts.draw(document, tmp_path)
     assert [path.name for path in drawn] == ["ratios.png", "roofline.png", "scaling.png"]
     assert all(path.stat().st_size > 20_000 for path in drawn)
+    panels = {axes.get_title(): axes for axes in charts.scaling(rows, document).axes}
+    lines = panels["training step on several devices"].lines
+    assert [list(line.get_xdata()) for line in lines] == [[1, 2, 4]] * 2
+    assert all(len(line.get_xdata()) == 3 for line in panels["training step"].lines)

@@ -232,6 +232,13 @@ def test_the_parts_of_a_batch_need_the_memory_of_one():
     memory.check_memory(GPT, TrainConfig(batch_size=16 * tokens, accumulate=16), 1)
 
 
+def test_devices_made_of_the_processor_hold_a_state_each_in_one_memory():
+    devices = int(memory.device_bytes() / memory.state_bytes(GPT, OptimizerConfig())) + 1
+    memory.check_memory(GPT, TrainConfig(batch_size=8), 1)
+    with pytest.raises(InputError, match=f"makes parameters, gradients and moments on each of {devices} devices of at least "):
+        memory.check_memory(GPT, TrainConfig(batch_size=8), 1, devices)
+
+
 PAIR_TOKENIZER = PairTokenizer(CharTokenizer("ab"), CharTokenizer("ab"))
 
 

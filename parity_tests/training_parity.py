@@ -26,6 +26,7 @@ import torch_ref.weights.tree
 from flax_gpt.config import GPTConfig, OptimizerConfig, TrainConfig
 from flax_gpt.figures import style
 from flax_gpt.training.data import Corpus, load_corpus
+from flax_gpt.training.sharding import data_mesh
 from flax_gpt.training.tasks import LanguageTask
 from flax_gpt.weights import tree
 from parity_tests import compare, oracle, tolerances
@@ -66,8 +67,12 @@ class Course:
         return dataclasses.replace(self.config, dtype=dtype, param_dtype=dtype)
 
 
-def flax_course(course: Course, dtype: str, advance: Callable[[], None] = lambda: None) -> Values:
-    """losses (steps,), each before its update and with its dropout, and stepN/{weights, moments}/NAME, from `flax_gpt`'s own step in `dtype`."""
+def flax_course(course: Course, dtype: str, advance: Callable[[], None] = lambda: None, devices: int = 1) -> Values:
+    """losses (steps,), each before its update and with its dropout, and stepN/{weights, moments}/NAME, from `flax_gpt`'s own step in `dtype`.
+
+    `devices` share each batch; the losses are one device's all the same, computed from the weights that these leave.
+    """
+    mesh = data_mesh(devices, course.train_config)
     batches, length = course.batches, course.steps[-1]
     optimizer = flax_gpt.training.optimizer.make_optimizer(course.train_config.optimizer, length)
     losses: list[np.ndarray] = []
@@ -75,8 +80,9 @@ def flax_course(course: Course, dtype: str, advance: Callable[[], None] = lambda
     with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("highest"):
         model = flax_gpt.training.state.new_model(course.in_dtype(dtype), course.train_config.seed)
         graph, params, rest = flax_gpt.training.state.split_model(model)
-        state = flax_gpt.training.state.new_state(params, rest, optimizer)
-        step = flax_gpt.training.state.make_step(graph, optimizer, lambda completed: completed == 0, accumulate=course.train_config.accumulate)
+        state = flax_gpt.training.state.new_state(params, rest, optimizer, mesh)
+        starts_line = lambda completed: completed == 0
+        step = flax_gpt.training.state.make_step(graph, optimizer, starts_line, accumulate=course.train_config.accumulate, mesh=mesh)
 
         @jax.jit
         def loss_of(params: Any, rest: Any, completed: Any, batch: Any) -> Any:  # the state keeps its loss in float32

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from flax_gpt import __version__
 from flax_gpt.config import TrainConfig, TransformerConfig
@@ -30,6 +31,7 @@ from flax_gpt.training.data import OnBadFile
 from flax_gpt.training.memory import check_memory
 from flax_gpt.training.optimizer import learning_rate, make_optimizer
 from flax_gpt.training.progress import Display
+from flax_gpt.training.sharding import data_mesh
 from flax_gpt.training.state import TrainState, failed, from_arrays, make_evaluation, make_step, new_model, new_state, split_model, to_arrays
 from flax_gpt.training.tasks import TASKS, LanguageTask, Prepared, Task, mean_totals, task_of, window_of
 
@@ -68,6 +70,7 @@ def train(
     glob: str = "*.txt",
     on_bad_file: OnBadFile = "error",
     resume: bool = False,
+    devices: int = 1,
     progress: bool = True,
     picture: bool = True,
 ) -> Run:
@@ -79,12 +82,13 @@ def train(
     what the task's `read` returned; None: what the package ships.
     resume: goes on from the newest whole checkpoint, bitwise as if nothing had happened on the same machine and versions; starts anew where a killed
     run left nothing. `config`, `train_config` and `data` may then be None: those of the run.
+    devices: how many of the devices that jax sees share the rows of each batch (training/sharding.py); a run may go on with another number.
     progress: shows a bar, or lines where standard error is no terminal. picture: draws loss.png at the end.
 
     SIGINT and SIGTERM end the run after the present step, saved, with Stopped. Raises InputError for what reading the data refuses, a text shorter
-    than a window, sizes that are not the data's or beyond the device's memory, a folder that holds a run (without resume) or other files or is being
-    written by another process, and a resume with another configuration or text; RunError when the loss or the gradient norm stops being finite, the
-    last good checkpoint kept.
+    than a window, sizes that are not the data's or beyond the device's memory, devices that are not there or do not divide the rows, a folder that
+    holds a run (without resume) or other files or is being written by another process, and a resume with another configuration or text; RunError
+    when the loss or the gradient norm stops being finite, the last good checkpoint kept.
     """
     use_compilation_cache()
     keep_memory()
@@ -94,24 +98,35 @@ def train(
     data = _read(task, data, _options(task, glob, on_bad_file), record)
     config, train_config = _configs(task, config, train_config, data, record)
     dtypes_of(config)
-    check_memory(config, train_config, window_of(config, train_config) if isinstance(task, LanguageTask) else 1)
+    mesh = data_mesh(devices, train_config)
+    check_memory(config, train_config, window_of(config, train_config) if isinstance(task, LanguageTask) else 1, devices)
     prepared = task.prepare(data, config, train_config)
     folder.mkdir(parents=True, exist_ok=True)
     with checkpoint.lock(folder):
         if record is None:
             _inspect(folder, resume)
             _begin(folder, task, config, train_config, data)
-        return _Trainer(folder, task, config, train_config, data, prepared, progress, picture).run()
+        return _Trainer(folder, task, config, train_config, data, prepared, mesh, progress, picture).run()
 
 
 class _Trainer:
     """One call of `train`, after its arguments have been checked and while the lock is held."""
 
     def __init__(
-        self, folder: Path, task: Task, config: Any, train_config: TrainConfig, data: Any, prepared: Prepared, progress: bool, picture: bool
+        self,
+        folder: Path,
+        task: Task,
+        config: Any,
+        train_config: TrainConfig,
+        data: Any,
+        prepared: Prepared,
+        mesh: Mesh | None,
+        progress: bool,
+        picture: bool,
     ):
         self.folder, self.task, self.config, self.train_config, self.data = folder, task, config, train_config, data
         self.batches, self.held_out, self.progress, self.picture = prepared.batches, prepared.held_out, progress, picture
+        self.mesh = mesh
         self.metrics = folder / "metrics.jsonl"
         self.epoch = self.batches.steps_per_epoch if train_config.epochs is not None else None
         if train_config.epochs is not None:
@@ -121,10 +136,10 @@ class _Trainer:
         self.schedule = learning_rate(train_config.optimizer, self.total)
         optimizer = make_optimizer(train_config.optimizer, self.total)
         self.graph, params, rest = split_model(new_model(config, train_config.seed))
-        self.state = new_state(params, rest, optimizer)
+        self.state = new_state(params, rest, optimizer, mesh)
         loss = functools.partial(task.loss, label_smoothing=train_config.label_smoothing)
-        self.step = make_step(self.graph, optimizer, self.starts_line, loss, train_config.accumulate)
-        self.evaluation = make_evaluation(self.graph, task.totals)
+        self.step = make_step(self.graph, optimizer, self.starts_line, loss, train_config.accumulate, mesh)
+        self.evaluation = make_evaluation(self.graph, task.totals, mesh)
         self.notes: dict[str, Any] = {"epoch_loss": 0.0, "epoch_tokens": 0.0, "best": None}
         self.done = self._restore()
         self.saved = self.done
@@ -167,7 +182,8 @@ class _Trainer:
                 loss_curve.draw(self.metrics, self.folder / "loss.png")
             except InputError as error:  # a line that was damaged before a resume; the run itself is whole
                 warnings.warn(f"loss.png was not drawn: {error}", stacklevel=3)
-        model = nnx.merge(self.graph, self.state.params, self.state.rest)
+        params, rest = jax.device_put((self.state.params, self.state.rest), jax.local_devices()[0]) if self.mesh else self.state[1:3]
+        model = nnx.merge(self.graph, params, rest)
         model.eval()
         data = self.task.describe(self.data)
         return Run(model, self.data.tokenizer, self.config, self.train_config, self.done, self.folder, self.task.kind, data)

@@ -34,16 +34,20 @@ def step_bytes(config: Any, tokens: int) -> int:
     return _size(config.dtype) * tokens * config.num_layers * (3 * config.d_model + 2 * config.kv_heads * config.head_dim + config.ff_width)
 
 
-def check_memory(config: Any, train_config: TrainConfig, length: int) -> None:
+def check_memory(config: Any, train_config: TrainConfig, length: int, devices: int = 1) -> None:
     """Raises InputError when the state, or with it a step on the rows of one part of a batch, `length` tokens each, is more than the device holds.
+
+    `devices` that share each batch hold a state each; those that are made of the processor hold them, and all rows, in one memory.
 
     Both are underestimates: what passes may still not fit.
     """
-    holds, state = device_bytes(), state_bytes(config, train_config.optimizer)
+    together = devices if jax.local_devices()[0].platform == "cpu" else 1
+    holds, state = device_bytes(), together * state_bytes(config, train_config.optimizer)
     limit = f"and this device holds {holds / GIB:,.1f} GiB"
     kept = "parameters, gradients and moments" if moments(train_config.optimizer) else "parameters and gradients"
+    kept += f" on each of {together} devices" if together > 1 else ""
     require(state <= holds, "d_model", config.d_model, f"makes {kept} of at least {state / GIB:,.1f} GiB, {limit}")
-    rows = train_config.batch_size // train_config.accumulate
+    rows = train_config.batch_size // train_config.accumulate * together // devices
     step = state + step_bytes(config, rows * length)
     parts = "" if train_config.accumulate == 1 else f" in {train_config.accumulate} parts"
     needs = f"rows of {length} tokens{parts} make a step need at least {step / GIB:,.1f} GiB"
