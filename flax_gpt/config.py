@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hin
 
 from flax_gpt.errors import InputError, require
 
-FLOAT_DTYPES = ("float32", "float64", "bfloat16", "float16")
+FloatDtype = Literal["float32", "float64", "bfloat16", "float16"]
 
 Init = Literal["scaled", "torch"]
 Positions = Literal["sinusoidal", "learned", "rope_half", "rope_interleaved", "none"]
@@ -156,9 +156,9 @@ class TransformerConfig(_Config):
     """Added to the variance in every norm."""
     init: Init = "scaled"
     """'scaled': std 0.02, residual projections 0.02 / sqrt(2N); 'torch': the distributions of torch's own layers."""
-    dtype: str = "float32"
+    dtype: FloatDtype = "float32"
     """Compute dtype; softmax, norm statistics and losses stay in float32 or better."""
-    param_dtype: str = "float32"
+    param_dtype: FloatDtype = "float32"
     """Dtype in which parameters are stored."""
     positions: Positions = "sinusoidal"
     """'sinusoidal' and 'learned' are added to the embedding; 'rope_half' and 'rope_interleaved' rotate queries and keys."""
@@ -189,7 +189,7 @@ class TransformerConfig(_Config):
             _rate(name, getattr(self, name))
         require(self.norm_eps >= 1e-30, "norm_eps", self.norm_eps, "must be at least 1e-30, which float32 still holds")
         for name in ("dtype", "param_dtype"):
-            _one_of(name, getattr(self, name), FLOAT_DTYPES)
+            _one_of(name, getattr(self, name), get_args(FloatDtype))
         if self.positions == "sinusoidal":
             require(self.d_model % 2 == 0, "d_model", self.d_model, "must be even: sinusoidal positions fill pairs of columns")
         if self.positions.startswith("rope"):
@@ -364,7 +364,7 @@ class TrainConfig(_Config):
     held_out: float = 0.1
     """Share that is evaluated and never trained on: the end of a text, or rows of a table that share no text with the others; 0 holds nothing out."""
     log_interval: int = 10
-    """Steps between lines in metrics.jsonl; the only times when the host waits for the device."""
+    """Steps between lines in metrics.jsonl; the only times when the host waits for an accelerator."""
     eval_interval: int = 200
     """Steps between evaluations of the held-out part."""
     checkpoint_interval: int = 200
