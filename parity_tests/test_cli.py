@@ -162,12 +162,14 @@ def test_bad_texts_are_one_line(text: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("abc")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "latin.txt").write_bytes(b"hello \xff world")
+    (tmp_path / "wide.txt").write_bytes("hello world".encode("utf-16-le"))
     (tmp_path / "folder").mkdir()
     for data, options, line in [
         ("missing.txt", [], "data = 'missing.txt': is neither a file nor a folder"),
         ("short.txt", ["--held-out", "0"], "data = '3 tokens to train on': must hold more than window = 16 tokens"),
         ("empty.txt", [], "data = 'empty.txt': holds no text"),
         ("latin.txt", [], "data = 'latin.txt': is not UTF-8: byte 0xff at offset 6"),
+        ("wide.txt", [], "data = 'wide.txt': is not UTF-8: byte 0x00 at offset 1, a NUL, as UTF-16 has"),
         ("folder", [], "data = 'folder': holds no file that matches glob = '*.txt'"),
         (text, ["--window", "17"], "window = 17: must be at most max_len = 16"),
     ]:

@@ -60,7 +60,7 @@ def load_corpus(
     its dtype grows. Without `tokenizer` the vocabulary is the sorted set of the characters.
 
     Raises InputError for a path that is neither, a folder without a match, a text without characters, a character that `tokenizer` lacks, and, with
-    on_bad_file 'error', a file that cannot be read or is not UTF-8 (named with the byte's offset); 'skip' leaves such files out.
+    on_bad_file 'error', a file that cannot be read, is not UTF-8 or holds a NUL (named with the byte's offset); 'skip' leaves such files out.
     """
     require(data is None or isinstance(data, str | os.PathLike), "data", describe(data), "must be a path, or None")
     require(on_bad_file in ("error", "skip"), "on_bad_file", on_bad_file, "must be 'error' or 'skip'")
@@ -126,6 +126,9 @@ class _Builder:
             with open(path, "rb", buffering=0) as file:
                 while True:
                     chunk = file.read(_CHUNK)
+                    if b"\0" in chunk:  # UTF-16 of plain letters is UTF-8 too, every other character a NUL
+                        at = chunk.index(b"\0")
+                        raise UnicodeDecodeError("utf-8", chunk, at, at + 1, "a NUL")
                     text = decoder.decode(chunk, final=not chunk)
                     digest.update(chunk)
                     self._append(text.removeprefix("\ufeff") if self.size == size else text, path)
@@ -139,7 +142,8 @@ class _Builder:
             if isinstance(error, OSError):
                 raise _BadFile(f"cannot be read: {error.strerror}") from error
             offset = length + len(chunk) - len(error.object) + error.start
-            raise _BadFile(f"is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset}") from error
+            hint = ", a NUL, as UTF-16 has" if error.object[error.start] == 0 else ""
+            raise _BadFile(f"is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset}{hint}") from error
 
     def _append(self, text: str, path: Path) -> None:
         points = code_points(text)
