@@ -168,7 +168,7 @@ class Report:
             f"first difference: {first.name} ({first.dtype}), {first.reason}",
             f"looks like: {first.diagnosis}" if first.diagnosis else "",
             f"worst element: {'; '.join(worst)}" if worst else "",
-            f"agree before it: {', '.join(clean)}" if first.kind == "tap" and clean else "",
+            f"agree before it: {_last(clean)}" if first.kind == "tap" and clean else "",
             f"{sum(not row.ok for row in self.rows)} of {len(self.rows)} comparisons differ",
         ]
         return "\n".join(filter(None, lines))
@@ -231,6 +231,11 @@ def write_whole(path: pathlib.Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _last(names: list[str]) -> str:
+    """The nearest few of many, the nearest last."""
+    return ", ".join(names) if len(names) <= 6 else f"{len(names) - 4} others, {', '.join(names[-4:])}"
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -67,7 +68,8 @@ def demo(out: Path, run_parity: ModuleType, trained: ModuleType) -> None:
     }.items():
         table.add_row(what, str(path.relative_to(folder)))
     console.print(table)
-    console.print(f"Go on with: flax-gpt generate {run.folder} --prompt '{PROMPTS['english']}'")
+    command = sys.argv[0] if Path(sys.argv[0]).name == "flax-gpt" else "flax-gpt"
+    console.print(f"Go on with: {command} generate {run.folder} --prompt '{PROMPTS['english']}'")
     if not report.ok:
         raise RunError(report.summary())
     if differing:

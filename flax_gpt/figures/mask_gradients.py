@@ -52,8 +52,9 @@ def draw(numbers: MaskGradients, out_path: str | os.PathLike[str]) -> Path:
             "norm": [numbers.norm[kind] for kind in kinds],
             "distance from the gradient without a mask": [numbers.distance[kind] for kind in kinds],
         }
-        equal = [kind for kind in kinds if numbers.equal[kind] and kind != "none"]
-        parts.bars(right, ["no mask" if kind == "none" else kind for kind in kinds], values)
+        short = titles | {kind: kind for kind in ("padding", "permutation")}
+        equal = [short.get(kind, kind) for kind in kinds if numbers.equal[kind] and kind != "none"]
+        parts.bars(right, [short.get(kind, kind).replace(" and ", "\nand ") for kind in kinds], values)
         title = f"Whole gradient: {'equal to none under ' + ', '.join(equal) if equal else 'every mask changes it'}"
         right.set(ylabel="2-norm", title=title, ylim=(0, 1.3 * max(max(v) for v in values.values())))
         right.legend(frameon=False, loc="upper left")
