@@ -66,13 +66,13 @@ class Side:
     """Most bytes in use on an accelerator, since the last call where that can be asked; None on the processor."""
     first_step: Callable[[Any, str], float]
     """The loss of one training step, for a process that does nothing else."""
-    keep_memory: Callable[[], None]
+    keep_memory: Callable[[], None] = lambda: None
     """Lets the process keep freed memory."""
-    devices: Callable[[], int]
+    devices: Callable[[], int] = lambda: 1
     """How many there are: accelerators, or processors."""
-    environments: Callable[[int], list[dict[str, str]]]
+    environments: Callable[[int], list[dict[str, str]]] = lambda devices: []
     """What is set in each of the processes that share a case among so many devices."""
-    share: Callable[[Any, str, Place], Program]
+    share: Callable[[Any, str, Place], Program] | None = None
     """(case, variant, place) → a child's program."""
 
 
@@ -134,6 +134,7 @@ def child(side: Side, arguments: list[str]) -> None:
 
     def build() -> dict[str, Any]:
         side.setup(max(1, len(os.sched_getaffinity(0)) // place.count))
+        assert side.share is not None
         held["program"] = side.share(case, arguments[1], place)
         return held["program"].facts
 
