@@ -44,7 +44,14 @@ CONFIGS = {
 } | {f"rope {name}": GPTConfig(**SMALL | dict(num_layers=1), positions="rope_half", rope=rope) for name, rope in STRETCHED.items()}
 
 
-@pytest.mark.parametrize(("name", "dropout"), [(name, number % 2 == 0) for number, name in enumerate(CONFIGS)])
+TABLES = ("rope linear", "rope dynamic_linear", "rope ntk")
+"""Differ from the others in their tables alone, which have a test of their own."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout"),
+    [pytest.param(name, number % 2 == 0, marks=pytest.mark.slow if name in TABLES else []) for number, name in enumerate(CONFIGS)],
+)
 def test_both_packages_compute_the_same(name: str, dropout: bool) -> None:
     config = CONFIGS[name]
     rng = np.random.default_rng(len(name))
@@ -123,7 +130,7 @@ def _in(model: MiniGPT, dtype: str) -> nnx.Module:
     return oracle.flax_model(model.config, oracle.flax_weights(model), dtype=dtype)
 
 
-@pytest.mark.parametrize("kind", ["sinusoidal", "learned", "rope_half", "rope_interleaved"])
+@pytest.mark.parametrize("kind", ["sinusoidal", "learned", "rope_half", pytest.param("rope_interleaved", marks=pytest.mark.slow)])
 def test_positions_are_equal_in_both_up_to_8191(kind: str) -> None:
     """One batch in which every position from 0 to 8191 stands once: maps, logits and gradients by name."""
     config = GPTConfig(5, d_model=8, num_heads=2, num_layers=1, d_ff=4, max_len=8192, positions=kind)

@@ -119,6 +119,7 @@ def _excess(problem: Problem, answers: dict[str, Answer], implementation: str) -
 RIGHT = {(name, fault[3] if isinstance(fault[3], str) else tuple(fault[3].items())) for name, faults in FAULTS.items() for fault in faults}
 
 
+@pytest.mark.slow  # test_kernels.py holds many more problems right
 @pytest.mark.parametrize(("implementation", "changes"), sorted(RIGHT, key=str), ids=str)
 def test_without_a_fault_nothing_is_found(implementation: str, changes: Any) -> None:
     assert _excess(*_problem(changes), implementation) <= 1

@@ -227,7 +227,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if number % 2 else []) for number, name in enumerate(FAULTS)])
 def test_a_fault_fails(name):
     config = OptimizerConfig(lr=3e-3, warmup_steps=3, decay="matrices", weight_decay=0.1, clip=0.5)
     ours = oracle.flax_model(CONFIG, oracle.torch_weights(oracle.torch_model(CONFIG, seed=0)))
