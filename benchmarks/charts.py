@@ -110,7 +110,7 @@ def roofline(rows: Sequence[Row], document: Mapping[str, Any]) -> Figure | None:
     plain(axes.yaxis)
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(list(lines.values()), list(lines), fontsize=8.5, loc="upper left", framealpha=0.9)
+    axes.legend(list(lines.values()), list(lines), fontsize=8.5, loc="best", framealpha=0.9)
     figure.suptitle(f"Under the roof: measured products, and copies at {memory / 1e9:.1f} GB/s", fontsize=12)
     return figure
 
