@@ -10,7 +10,9 @@ import importlib.metadata
 import importlib.util
 import io
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -57,7 +59,7 @@ def train(
             stands beside --help.
         glob: Names of the files to read in a folder, at any depth.
         on_bad_file: What to do with a file that is not UTF-8 or cannot be read.
-        resume: Go on with the run in --out, bitwise as if it had never stopped; options that are left out are the run's.
+        resume: Go on with the run in --out, bitwise as if it had never stopped; its options stay as they are, its length among them.
         devices: How many of the devices that jax sees share each batch; must divide its rows, or those of each of its parts. --resume may change it.
     """
     from flax_gpt.training.loop import train
@@ -80,7 +82,7 @@ def evaluate(
 
     Args:
         run: Folder of a run.
-        data: As for train; left out: the text that the package ships, all of it, and for pairs and labelled texts the rows that the run held out.
+        data: As for train; left out: what the run held out of its own data.
         glob: Names of the files to read in a folder, at any depth.
         on_bad_file: What to do with a file that is not UTF-8 or cannot be read.
     """
@@ -323,7 +325,7 @@ def bench_compare(
 
     Args:
         old: A results.json.
-        new: A later one, which may come from another machine.
+        new: A later one, of a machine of the same kind.
     """
     beside_torch("benchmarks.command", "bench compare").compare(old, new)
 
@@ -378,6 +380,7 @@ def main(arguments: list[str] | None = None) -> int:
     spare_the_search_for_a_tpu()
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
+        leave_when_interrupted(arguments)
         call(arguments)
         sys.stdout.flush()
         return 0
@@ -399,6 +402,21 @@ def main(arguments: list[str] | None = None) -> int:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return refuse(f"out of memory: {str(error).splitlines()[0]}", 1)
+
+
+def leave_when_interrupted(arguments: list[str]) -> None:
+    """Makes Ctrl-C end the process at once, where nothing remains to be done; train has handlers of its own once it trains, bench its report.
+
+    As an exception it may be swallowed by a callback of jax, and an interpreter that ends while XLA compiles may crash.
+    """
+
+    def leave(number: int, frame: Any) -> None:
+        os.write(2, b"flax-gpt: interrupted\n")
+        os._exit(130)
+
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours and arguments[:1] != ["bench"]:
+        signal.signal(signal.SIGINT, leave)
 
 
 def spare_the_search_for_a_tpu() -> None:

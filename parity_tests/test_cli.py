@@ -180,7 +180,7 @@ def test_bad_texts_are_one_line(text: Path, tmp_path: Path) -> None:
 def test_folders_that_are_no_run_are_one_line(run: Path, text: Path, tmp_path: Path) -> None:
     assert refusal("generate", tmp_path, "--prompt", "a").startswith(f"run = '{tmp_path}': is no run folder")
     assert refusal("evaluate", text).startswith(f"run = '{text}': is no run folder")
-    assert refusal("train", text, "--out", run, *TINY) == f"out = '{run}': already holds a run; resume goes on with it"
+    assert refusal("train", text, "--out", run, *TINY) == f"out = '{run}': already holds a run; --resume goes on with it"
     (tmp_path / "letter.txt").write_text("mine")
     assert refusal("train", text, "--out", tmp_path, *TINY).startswith(f"out = '{tmp_path}': holds files that are no run's: letter.txt")
 
@@ -317,6 +317,17 @@ def test_an_interrupt_saves_and_says_how_to_go_on(text: Path, tmp_path: Path) ->
     assert "stopped by SIGINT after step" in err
     assert "resume" in err.splitlines()[-1]
     assert list((folder / "checkpoints").iterdir())
+
+
+def test_an_interrupt_ends_a_command_at_once(run: Path) -> None:
+    """While jax is imported or compiles, where an exception might be lost."""
+    normal = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell leaves it ignored in what it starts in the background
+    for seconds in (0.6, 2.5):
+        process = start("generate", run, "--prompt", "The", "--max-new-tokens", 5000, preexec_fn=normal)
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (130, "flax-gpt: interrupted\n"), out
 
 
 def test_a_terminal_without_the_characters_gets_escapes(run: Path) -> None:

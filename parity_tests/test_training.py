@@ -352,6 +352,7 @@ def test_a_run_is_loaded_in_eval_mode_and_evaluates_as_it_was(straight: Path, te
     found = evaluate(run, tmp_path / "end.txt")
     last = [line for line in checkpoint.read_lines(straight / "metrics.jsonl") if "held_out_loss" in line][-1]
     assert found == {"loss": last["held_out_loss"], "perplexity": float(np.exp(last["held_out_loss"])), "tokens": int(0.1 * len(whole)) - 1}
+    assert evaluate(run, None) == found
     (tmp_path / "other.txt").write_text("To be ~", encoding="utf-8")
     with pytest.raises(InputError, match="holds '~'"):
         evaluate(run, tmp_path / "other.txt")

@@ -284,8 +284,8 @@ def load_run(folder: str | Path) -> Run:
 def evaluate(run: Run, data: Any, *, glob: str = "*.txt", on_bad_file: OnBadFile = "error") -> dict[str, float]:
     """How well a run does on data: "loss" in nats, and what the `measure` of its task adds.
 
-    data: as in `train`, or None: what the package ships for a language model, all of it; for the other kinds the rows that the run held out. Raises
-    InputError for what reading them refuses and for characters that the run does not know.
+    data: as in `train`, or None: what the run held out of its own data. Raises InputError for what reading them refuses, for characters that the run
+    does not know, and for None where nothing was held out or the data are no longer those of the run.
     """
     task = TASKS[run.kind]
     graph, params, rest = split_model(run.model)
@@ -319,7 +319,7 @@ def _inspect(folder: Path, resume: bool) -> dict[str, Any] | None:
     """The record of the run to go on with, or None for a new one. Raises InputError for a folder that must not be written to."""
     require(not folder.exists() or folder.is_dir(), "out", str(folder), "is not a folder")
     record = _read_record(folder, "out")
-    require(record is None or resume, "out", str(folder), "already holds a run; resume goes on with it")
+    require(record is None or resume, "out", str(folder), "already holds a run; --resume goes on with it")
     if record is not None:
         return record
     if folder.is_dir() and not checkpoint.unfinished(folder):

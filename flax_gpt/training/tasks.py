@@ -108,12 +108,20 @@ class LanguageTask:
     def measure(self, run: Any, data: Any, mean: Any, **options: Any) -> dict[str, float]:
         """{"loss": nats a token, "perplexity": its exponential, "tokens": how many were predicted}.
 
-        The text is cut into non-overlapping windows of the length that the run trained on; every token but the first is predicted once.
+        The text, or for None the end of its own that the run held out, is cut into non-overlapping windows of the length that the run trained on;
+        every token but the first is predicted once.
         """
+        known, share = run.data, run.train_config.held_out
+        if data is None:
+            require(share > 0, "data", None, "must be given: the run held nothing out")
+            data, options = known["source"], {name: known[name] for name in self.options}
+        else:
+            known, share = {}, 1.0
         corpus = data if isinstance(data, Corpus) else load_corpus(data, tokenizer=run.tokenizer, **options)
         require(corpus.tokenizer == run.tokenizer, "data", corpus.source, "must be read with the run's tokenizer")
+        require(known.get("digest", corpus.digest) == corpus.digest, "data", corpus.source, "is not the text that the run was trained on")
         window, size = window_of(run.config, run.train_config), run.train_config.batch_size
-        found, count = mean(evaluation_batches(corpus.tokens, window=window, batch_size=size))
+        found, count = mean(evaluation_batches(split(corpus.tokens, share)[1], window=window, batch_size=size))
         return {"loss": found["loss"], "perplexity": float(np.exp(found["loss"])), "tokens": count}
 
 
