@@ -329,9 +329,9 @@ sys.exit(main())
 
 
 def test_an_interrupt_ends_a_command_at_once(run: Path) -> None:
-    """While jax is imported or compiles, where an exception might be lost."""
-    command = [sys.executable, "-c", INTERRUPTIBLE, "generate", str(run), "--prompt", "The", "--max-new-tokens", "5000"]
-    for seconds in (0.6, 2.5):
+    """While jax compiles or computes, where an exception might be lost; not before the command has begun, on a slow machine either."""
+    command = [sys.executable, "-c", INTERRUPTIBLE, "generate", str(run), "--prompt", "The", "--max-new-tokens", "500000"]
+    for seconds in (3.0, 5.0):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
