@@ -4,6 +4,7 @@
 Exit status: 0 done, 1 the check or the run failed, 2 bad usage or bad input, 130 interrupted, 141 the reader of the output went away.
 """
 
+import contextlib
 import glob
 import importlib
 import importlib.metadata
@@ -14,7 +15,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
@@ -380,8 +381,8 @@ def main(arguments: list[str] | None = None) -> int:
     spare_the_search_for_a_tpu()
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
-        leave_when_interrupted(arguments)
-        call(arguments)
+        with leaving_when_interrupted(arguments):
+            call(arguments)
         sys.stdout.flush()
         return 0
     except BrokenPipeError:
@@ -404,10 +405,10 @@ def main(arguments: list[str] | None = None) -> int:
         return refuse(f"out of memory: {str(error).splitlines()[0]}", 1)
 
 
-def leave_when_interrupted(arguments: list[str]) -> None:
-    """Makes Ctrl-C end the process at once, where nothing remains to be done; train has handlers of its own once it trains, bench its report.
-
-    As an exception it may be swallowed by a callback of jax, and an interpreter that ends while XLA compiles may crash.
+@contextlib.contextmanager
+def leaving_when_interrupted(arguments: list[str]) -> Iterator[None]:
+    """Within it Ctrl-C ends the process at once: as an exception it may be swallowed by a callback of jax, and an interpreter that ends while XLA
+    compiles may crash. train has handlers of its own once it trains; bench and demo get the exception, since they have processes to end.
     """
 
     def leave(number: int, frame: Any) -> None:
@@ -415,8 +416,14 @@ def leave_when_interrupted(arguments: list[str]) -> None:
         os._exit(130)
 
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if ours and arguments[:1] != ["bench"]:
-        signal.signal(signal.SIGINT, leave)
+    if not ours or arguments[:1] in (["bench"], ["demo"]):
+        yield
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def spare_the_search_for_a_tpu() -> None:

@@ -217,9 +217,9 @@ from benchmarks.worker import Program, Side
 def build(case, variant):
     if case.size == 13: os.kill(os.getpid(), 9)
     if case.size == 14: time.sleep(60)
-    return Program(lambda: None, lambda: {})
-side = sys.argv[1]
-worker.main(Side(side, {"matmul": build}, lambda threads: {}, lambda: None, lambda case, variant: 0.0), sys.argv[2:])
+    return Program(lambda: None, lambda: {}, facts={"keeps": kept})
+side, kept = sys.argv[1], []
+worker.main(Side(side, {"matmul": build}, lambda threads: {}, lambda: None, lambda case, variant: 0.0, lambda: kept.append("memory")), sys.argv[2:])
 """
 
 
@@ -238,6 +238,17 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(runner, "_compare", equal)
     return tmp_path / "out"
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_both_sides_keep_memory_when_asked(stand_in: Path, keep: bool) -> None:
+    selected, settings = [Matmul(size=12)], dataclasses.replace(FAST, processes=1, keep_memory=keep)
+    runner.prepare(selected, settings, stand_in)
+    runner.run(selected, settings, stand_in)
+    document = results.collect(stand_in)
+    found = [facts["facts"]["keeps"] for side in results.SIDES for facts in document["rows"][0][side].values()]
+    assert found == [["memory"] * keep] * 2
+    assert any("keep what they freed" in line for line in report.headline(document | {"setup": {}})) == keep
 
 
 def test_a_process_that_dies_costs_one_case(stand_in: Path) -> None:

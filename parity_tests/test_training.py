@@ -353,6 +353,10 @@ def test_a_run_is_loaded_in_eval_mode_and_evaluates_as_it_was(straight: Path, te
     last = [line for line in checkpoint.read_lines(straight / "metrics.jsonl") if "held_out_loss" in line][-1]
     assert found == {"loss": last["held_out_loss"], "perplexity": float(np.exp(last["held_out_loss"])), "tokens": int(0.1 * len(whole)) - 1}
     assert evaluate(run, None) == found
+    with pytest.raises(InputError, match="the run held nothing out"):
+        evaluate(dataclasses.replace(run, train_config=dataclasses.replace(run.train_config, held_out=0.0)), None)
+    with pytest.raises(InputError, match="is not what the run was trained on"):
+        evaluate(dataclasses.replace(run, data=run.data | {"digest": "another"}), None)
     (tmp_path / "other.txt").write_text("To be ~", encoding="utf-8")
     with pytest.raises(InputError, match="holds '~'"):
         evaluate(run, tmp_path / "other.txt")

@@ -83,7 +83,7 @@ class EncoderDecoder(nnx.Module):
 
     def start(self, memory: jax.Array, lengths: jax.Array, cache: KVCache) -> CrossCache:
         """A cache for `step`: the memory's keys and values (B, K, S, Dh) of every layer, computed once."""
-        pairs = [[x.swapaxes(1, 2) for x in block.cross_attention.keys_values(memory)] for block in self.decoder_blocks]
+        pairs = [block.cross_attention.remember(memory) for block in self.decoder_blocks]
         return CrossCache(cache, tuple(k for k, _ in pairs), tuple(v for _, v in pairs), lengths)
 
     def step(self, tokens: jax.Array, cache: CrossCache) -> tuple[jax.Array, CrossCache]:

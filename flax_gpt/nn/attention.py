@@ -84,6 +84,11 @@ class MultiHeadAttention(nnx.Module):
         out = attend(q, _turn(keys), _turn(values), causal=True, query_offset=lengths, kv_lengths=end, assume_finite=True)
         return self.merge(out), keys, values
 
+    def remember(self, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """memory (B, S, D) → keys and values (B, K, S, Dh), as `read` takes them."""
+        k, v = self.keys_values(memory)
+        return _turn(k), _turn(v)
+
     def read(self, x: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array | None) -> jax.Array:
         """Cross-attention of x (B, T, D) to keys and values (B, K, S, Dh) that were computed once.
 

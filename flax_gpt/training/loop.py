@@ -91,13 +91,13 @@ def train(
     when the loss or the gradient norm stops being finite, the last good checkpoint kept.
     """
     use_compilation_cache()
-    keep_memory()
     folder = Path(out)
     record = _inspect(folder, resume)
     task = _task(config, kind, record, folder)
     data = _read(task, data, _options(task, glob, on_bad_file), record)
     config, train_config = _configs(task, config, train_config, data, record)
     dtypes_of(config)
+    keep_memory()  # what follows looks for the devices
     mesh = data_mesh(devices, train_config)
     check_memory(config, train_config, window_of(config, train_config) if isinstance(task, LanguageTask) else 1, devices)
     prepared = task.prepare(data, config, train_config)

@@ -111,17 +111,15 @@ class LanguageTask:
         The text, or for None the end of its own that the run held out, is cut into non-overlapping windows of the length that the run trained on;
         every token but the first is predicted once.
         """
-        known, share = run.data, run.train_config.held_out
         if data is None:
-            require(share > 0, "data", None, "must be given: the run held nothing out")
-            data, options = known["source"], {name: known[name] for name in self.options}
+            corpus = load_corpus(run.data["source"], tokenizer=run.tokenizer, **{name: run.data[name] for name in self.options})
+            tokens = split(corpus.tokens, _own_share(run, corpus))[1]
         else:
-            known, share = {}, 1.0
-        corpus = data if isinstance(data, Corpus) else load_corpus(data, tokenizer=run.tokenizer, **options)
-        require(corpus.tokenizer == run.tokenizer, "data", corpus.source, "must be read with the run's tokenizer")
-        require(known.get("digest", corpus.digest) == corpus.digest, "data", corpus.source, "is not the text that the run was trained on")
+            corpus = data if isinstance(data, Corpus) else load_corpus(data, tokenizer=run.tokenizer, **options)
+            require(corpus.tokenizer == run.tokenizer, "data", corpus.source, "must be read with the run's tokenizer")
+            tokens = corpus.tokens
         window, size = window_of(run.config, run.train_config), run.train_config.batch_size
-        found, count = mean(evaluation_batches(split(corpus.tokens, share)[1], window=window, batch_size=size))
+        found, count = mean(evaluation_batches(tokens, window=window, batch_size=size))
         return {"loss": found["loss"], "perplexity": float(np.exp(found["loss"])), "tokens": count}
 
 
@@ -181,11 +179,8 @@ class _TableTask:
             return data.table
         if data is not None:
             return read_table(data, names=self.columns)
-        known = run.data
-        table = read_table(known["source"], names=self.columns)
-        require(table.digest == known["digest"], "data", known["source"], "is not the file that the run was trained on")
-        require(run.train_config.held_out > 0, "data", None, "must be given: the run held nothing out")
-        return split_rows(table, run.train_config.held_out, shared=self.shared)[1]
+        table = read_table(run.data["source"], names=self.columns)
+        return split_rows(table, _own_share(run, table), shared=self.shared)[1]
 
 
 def _batches(items: Any, size: int, max_len: int) -> Iterator[Any]:
@@ -286,6 +281,13 @@ def mean_totals(evaluation: Callable[[Any], dict[str, jax.Array]], batches: Iter
         pending = totals
     count = sums.pop("count")
     return {"loss": sums.pop("loss") / count} | {name: value / count for name, value in sums.items()}, int(count)
+
+
+def _own_share(run: Any, data: Any) -> float:
+    """Of data that were read anew, the share that the run held out. Raises InputError when they have changed, and for none."""
+    require(data.digest == run.data["digest"], "data", data.source, "is not what the run was trained on")
+    require(run.train_config.held_out > 0, "data", None, "must be given: the run held nothing out")
+    return run.train_config.held_out
 
 
 def _load(kind: Any, path: Path) -> Any:
