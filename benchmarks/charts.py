@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from benchmarks import results
 from benchmarks.cases import SIZES, parameters
 from flax_gpt.figures import parts, style
 
@@ -47,7 +48,7 @@ def trained(document: Mapping[str, Any], path: Path) -> Path:
                 bar = axes.bar(place, found["ms"], 0.6, yerr=spread, capsize=4, color=COLOURS[side], label=label)
                 axes.bar_label(bar, [f"{found['ms']:.3g} ms"], padding=3)
             axes.set_xticks(range(len(SIDES)), [f"{label}, {row['best'][side]}" for side, label in SIDES.items()])
-            axes.set(ylabel="ms", xlabel=f"ratio {row['ratio']:.2f}, 95%: {row['low']:.2f} – {row['high']:.2f}")
+            axes.set(ylabel="ms", xlabel=f"ratio {row['ratio']:.2f}, 95%: {results.interval(row['low'], row['high'])}")
             axes.margins(y=0.18)
             parts.tidy(axes)
         figure.suptitle("The trained model in both frameworks, outputs compared first")
@@ -61,8 +62,9 @@ def ratios(rows: Sequence[Row], document: Mapping[str, Any]) -> Figure | None:
     figure = Figure(figsize=(9.5, 1.6 + 0.26 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     places = np.arange(len(rows))[::-1]
-    ratio, low, high = (np.array([row[name] for row in rows]) for name in ("ratio", "low", "high"))
+    ratio, low, high = (np.array([row[name] for row in rows], float) for name in ("ratio", "low", "high"))
     colours = [parts.COLOURS[2] if a > 1 else parts.COLOURS[1] if b < 1 else "#999999" for a, b in zip(low, high, strict=True)]
+    low, high = (np.where(np.isnan(end), ratio, end) for end in (low, high))  # grey, without a line
     axes.barh(places, ratio - 1, left=1, height=0.66, color=colours, alpha=0.75)
     axes.errorbar(ratio, places, xerr=[ratio - low, high - ratio], fmt="none", ecolor="black", elinewidth=1, capsize=2.5)
     axes.axvline(1, color="black", linewidth=0.8)

@@ -38,7 +38,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         milliseconds(torch["ms"]),
         "; ".join([row["best"]["torch"], *(f"{variant} failed" for variant, found in row["torch"].items() if "error" in found)]),
         f"{row['ratio']:.2f}",
-        f"{row['low']:.2f} – {row['high']:.2f}",
+        results.interval(row["low"], row["high"]),
         share,
         " / ".join(f"{found['first_s'][0]:.1f}" for found in (jax, torch)),
         " / ".join("" if found["peak_bytes"] is None else f"{found['peak_bytes'] / 2**20:.0f}" for found in (jax, torch)),
@@ -124,7 +124,7 @@ def changes_table(found: list[dict[str, Any]]) -> Table:
     made = Table()
     for name in ("case", "before", "now", ""):
         made.add_column(name, overflow="fold")
-    shown = lambda numbers: "–" if numbers is None else f"{numbers[0]:.2f} ({numbers[1]:.2f} – {numbers[2]:.2f})"
+    shown = lambda numbers: "–" if numbers is None else f"{numbers[0]:.2f} ({results.interval(*numbers[1:])})"
     for change in found:
         made.add_row(
             change["name"], shown(change["old"]), shown(change["new"]), change["verdict"] + (f": {change['error']}" if change["error"] else "")

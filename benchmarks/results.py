@@ -10,8 +10,8 @@
 
 Figures: ms (median over processes of each one's median), q1, q3, min (over all samples), processes (each one's median), samples, rejected, cpu_ms,
 first_s (each process's first run, compilation included), peak_bytes (the most that runs took beyond what was held), watts, facts; or error. Times
-are of one run, in milliseconds. A ratio above 1 means that JAX is faster; low and high bound it in 95 of 100 bootstrap draws. `unit` and `amount`
-say what a run does, such as 480 tokens.
+are of one run, in milliseconds. A ratio above 1 means that JAX is faster; low and high bound it in 95 of 100 bootstrap draws, and are null where
+one process of a side alone has samples that count. `unit` and `amount` say what a run does, such as 480 tokens.
 """
 
 import json
@@ -132,6 +132,11 @@ def _share(row: Mapping[str, Any], ceilings: Mapping[str, Any]) -> dict[str, flo
     return {side: max(least) * 1e3 / row[side][variant]["ms"] for side, variant in row["best"].items()}
 
 
+def interval(low: float | None, high: float | None) -> str:
+    """As it is shown."""
+    return "one process" if low is None or high is None else f"{low:.2f} – {high:.2f}"
+
+
 # Two documents
 
 
@@ -149,7 +154,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str, An
     """{name, old, new, verdict} of every case that both have: the ratios with their intervals, and whether they moved.
 
     torch is the yardstick, so that two machines may be compared: 'slower' when the whole new interval lies below the old one, 'faster' when above,
-    'failed' when only the new one has no ratio, 'mended' when only the old one has none.
+    'failed' when only the new one has no ratio, 'mended' when only the old one has none, 'open' when one of them has no interval.
     """
     before = {row["name"]: row for row in old["rows"]}
     found = []
@@ -160,6 +165,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str, An
         verdict = "same"
         if a["ratio"] is None or b["ratio"] is None:
             verdict = "same" if a["ratio"] is b["ratio"] else "mended" if a["ratio"] is None else "failed"
+        elif a["low"] is None or b["low"] is None:
+            verdict = "open"
         elif b["high"] < a["low"]:
             verdict = "slower"
         elif b["low"] > a["high"]:

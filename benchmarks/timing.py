@@ -185,14 +185,17 @@ def quartiles(values: Sequence[float]) -> tuple[float, float] | None:
     return float(low), float(high)
 
 
-def ratio_interval(ours: Sequence[float], theirs: Sequence[float], *, draws: int = 4000, seed: int = 0) -> tuple[float, float, float]:
+def ratio_interval(ours: Sequence[float], theirs: Sequence[float], *, draws: int = 4000, seed: int = 0) -> tuple[float, float | None, float | None]:
     """(ratio, low, high): the median of `theirs` over that of `ours`, a number a process, and its 95% interval.
 
-    The interval is the percentile bootstrap (Efron & Tibshirani 1993, chapter 13) over processes, each side drawn anew. One process a side gives an
-    interval of no width. Above 1, ours is faster.
+    The interval is the percentile bootstrap (Efron & Tibshirani 1993, chapter 13) over processes, each side drawn anew; None with one process of a
+    side, which says nothing of how processes differ. Above 1, ours is faster.
     """
     rng = np.random.default_rng(seed)
     sides = [np.asarray(side, np.float64) for side in (ours, theirs)]
+    ratio = float(np.median(sides[1]) / np.median(sides[0]))
+    if min(map(len, sides)) < 2:
+        return ratio, None, None
     a, b = (np.median(side[rng.integers(0, len(side), (draws, len(side)))], axis=1) for side in sides)
     low, high = np.percentile(b / a, [2.5, 97.5])
-    return float(np.median(sides[1]) / np.median(sides[0])), float(low), float(high)
+    return ratio, float(low), float(high)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks import charts, report, runner, worker
+from benchmarks import charts, report, results, runner, worker
 from benchmarks.cases import Case, Generate, Train
 from flax_gpt.weights import tree
 
@@ -47,7 +47,7 @@ def sentences(document: dict[str, Any]) -> list[str]:
         jax, torch = (row[side][row["best"][side]]["ms"] for side in ("jax", "torch"))
         lines.append(
             f"{what}, {row['amount']:.0f} tokens: JAX {report.milliseconds(jax)} ms, torch {report.milliseconds(torch)} ms, "
-            f"ratio {row['ratio']:.2f} ({row['low']:.2f} – {row['high']:.2f})"
+            f"ratio {row['ratio']:.2f} ({results.interval(row['low'], row['high'])})"
         )
     return lines
 

@@ -28,9 +28,11 @@ def test_ratio_is_that_of_medians_and_its_interval_holds_it() -> None:
     ours, theirs = [1.0, 1.1, 0.9, 1.05, 5.0], [2.0, 2.2, 1.9, 2.1, 2.05]
     ratio, low, high = timing.ratio_interval(ours, theirs)
     assert ratio == 2.05 / 1.05
+    assert low is not None
+    assert high is not None
     assert low < ratio < high
     assert low < 1, "a slow process in five must show in the interval"
-    assert timing.ratio_interval([2.0], [3.0]) == (1.5, 1.5, 1.5)
+    assert timing.ratio_interval([2.0], [3.0, 3.0]) == (1.5, None, None), "one process says nothing of the next"
     assert timing.ratio_interval(theirs, ours)[0] == pytest.approx(1 / ratio)
 
 
@@ -41,6 +43,8 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
     for trial in range(200):
         ours, theirs = rng.normal(1.0, 0.05, 7), rng.normal(1.3, 0.05, 7)
         _, low, high = timing.ratio_interval(list(ours), list(theirs), draws=400, seed=trial)
+        assert low is not None
+        assert high is not None
         hits += low <= 1.3 <= high
     assert 170 <= hits <= 199
 
@@ -340,7 +344,7 @@ def test_outputs_that_differ_are_not_timed_further(stand_in: Path, monkeypatch: 
 # Documents
 
 
-def made_up(**ratios: tuple[float, float, float] | None) -> dict[str, Any]:
+def made_up(**ratios: tuple[float, float | None, float | None] | None) -> dict[str, Any]:
     """A document with these ratios and their intervals."""
     rows = []
     for name, numbers in ratios.items():
@@ -350,16 +354,18 @@ def made_up(**ratios: tuple[float, float, float] | None) -> dict[str, Any]:
 
 
 def test_compare_flags_what_the_intervals_do_not_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = made_up(a=(1.0, 0.9, 1.1), b=(1.0, 0.9, 1.1), c=(1.0, 0.9, 1.1), d=(1.0, 0.9, 1.1), e=None, gone=(1, 1, 1))
-    new = made_up(a=(0.95, 0.85, 1.05), b=(0.8, 0.75, 0.89), c=(1.3, 1.2, 1.4), d=None, e=(1, 1, 1), fresh=(1, 1, 1))
+    old = made_up(a=(1.0, 0.9, 1.1), b=(1.0, 0.9, 1.1), c=(1.0, 0.9, 1.1), d=(1.0, 0.9, 1.1), e=None, f=(1.0, 0.9, 1.1), gone=(1, 1, 1))
+    new = made_up(a=(0.95, 0.85, 1.05), b=(0.8, 0.75, 0.89), c=(1.3, 1.2, 1.4), d=None, e=(1, 1, 1), f=(0.5, None, None), fresh=(1, 1, 1))
     verdicts = {change["name"]: change["verdict"] for change in results.changes(old, new)}
-    assert verdicts == {"a": "same", "b": "slower", "c": "faster", "d": "failed", "e": "mended"}
+    assert verdicts == {"a": "same", "b": "slower", "c": "faster", "d": "failed", "e": "mended", "f": "open"}
     for name, document in (("old", old), ("new", new)):
         worker.write_json(tmp_path / f"{name}.json", document)
-    with pytest.raises(RunError, match="2 of 5 cases became slower: b, d"):
+    with pytest.raises(RunError, match="2 of 6 cases became slower: b, d"):
         command.compare(tmp_path / "old.json", tmp_path / "new.json")
     command.compare(tmp_path / "old.json", tmp_path / "old.json")
-    assert "0.80 (0.75 – 0.89)" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "0.80 (0.75 – 0.89)" in shown
+    assert "0.50 (one process)" in shown
     (tmp_path / "other.json").write_text("[]", encoding="utf-8")
     with pytest.raises(InputError, match="is no result of flax-gpt bench"):
         command.compare(tmp_path / "old.json", tmp_path / "other.json")
@@ -379,6 +385,7 @@ def test_pictures_of_made_up_figures(tmp_path: Path) -> None:
             "jax": {"jit": one(ms)}, "torch": {"eager": one(1.2 * ms)}, "best": {"jax": "jit", "torch": "eager"}, "share": {},
             "ratio": 1.2, "low": 1.1, "high": 1.3,
         })  # fmt: skip
+    rows[-1] |= {"low": None, "high": None}
     document = {"rows": rows, "ceilings": {"flops": {"float32": 2e11, "bfloat16": 4e11}, "bytes": 2e10}}
     drawn = charts.draw(document, tmp_path)
     assert [path.name for path in drawn] == ["ratios.png", "roofline.png", "scaling.png"]
