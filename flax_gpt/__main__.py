@@ -30,6 +30,7 @@ from flax_gpt.errors import InputError, RunError, require
 
 Run = Annotated[Positional[Path], arg(metavar="RUN")]
 Data = Annotated[Positional[Path | None], arg(metavar="[DATA]")]
+Step = Annotated[str, arg(metavar="{last,best,STEP}")]
 OnBadFile = Literal["error", "skip"]
 PRESET_NAMES = ",".join(name for presets in PRESETS.values() for name in presets)
 
@@ -76,6 +77,7 @@ def evaluate(
     data: Data = None,
     /,
     *,
+    step: Step = "last",
     glob: str = "*.txt",
     on_bad_file: OnBadFile = "error",
 ) -> None:
@@ -84,12 +86,13 @@ def evaluate(
     Args:
         run: Folder of a run.
         data: As for train; left out: what the run held out of its own data.
+        step: Whose weights: the last checkpoint's, those with the best held-out loss, or those of a step that the run keeps.
         glob: Names of the files to read in a folder, at any depth.
         on_bad_file: What to do with a file that is not UTF-8 or cannot be read.
     """
     from flax_gpt.training.loop import evaluate, load_run
 
-    found = evaluate(load_run(run), None if data is None else str(data), glob=glob, on_bad_file=on_bad_file)
+    found = evaluate(load_run(run, step), None if data is None else str(data), glob=glob, on_bad_file=on_bad_file)
     print("  ".join(f"{name} {value:.6f}".removesuffix(".000000") for name, value in found.items()))
 
 
@@ -102,6 +105,7 @@ def generate(
     max_new_tokens: int | None = None,
     samples: int = 1,
     seed: int = 0,
+    step: Step = "last",
     overflow: Literal["slide", "error"] = "slide",
     sampling: SampleConfig = SampleConfig(),  # noqa: B008 (frozen)
     search: BeamConfig = BeamConfig(),  # noqa: B008
@@ -115,6 +119,7 @@ def generate(
         max_new_tokens: Tokens to write at most; left out: 200, or for a translation as many as the model's max_len allows.
         samples: Continuations drawn at once; the first appears as it is written, the others when all are done.
         seed: Of the draws; the same seed writes the same text.
+        step: Whose weights, as for evaluate.
         overflow: Beyond the model's max_len, 'slide' moves the window on, recomputing it for each token; 'error' refuses.
     """
     require(0 <= seed < 2**64, "seed", seed, "must lie in [0, 2**64)")
@@ -124,14 +129,14 @@ def generate(
     if source is not None:
         from flax_gpt.generation.translate import translate
 
-        for translation in translate(load(run, "encoder-decoder"), [source], max_new_tokens, **search.to_dict())[0]:
+        for translation in translate(load(run, "encoder-decoder", step), [source], max_new_tokens, **search.to_dict())[0]:
             print(f"{translation.score:.4f}  {translation.text}" if search.n_best > 1 else translation.text)
         return
     assert prompt is not None
     from flax_gpt.generation.sampling import stream
     from flax_gpt.random import key_from_seed
 
-    loaded = load(run, "gpt")
+    loaded = load(run, "gpt", step)
     max_new_tokens = 200 if max_new_tokens is None else max_new_tokens
     loaded.tokenizer.encode(prompt, "prompt")
     options = {"samples": samples, "key": key_from_seed(seed), "overflow": overflow, **sampling.to_dict()}
@@ -146,11 +151,11 @@ def generate(
         print(f"{heading(number, samples)}{text}")
 
 
-def load(run: Path, kind: str) -> Any:
+def load(run: Path, kind: str, step: str = "last") -> Any:
     """The run, which must be of the kind. Raises InputError for another."""
     from flax_gpt.training.loop import load_run
 
-    loaded = load_run(run)
+    loaded = load_run(run, step)
     require(loaded.kind == kind, "RUN", str(run), f"holds a model of the kind {loaded.kind!r}; this takes {kind!r}")
     return loaded
 

@@ -563,6 +563,27 @@ def test_a_resume_with_anything_else_is_refused(straight: Path, text: Path, tmp_
             train(model, TrainConfig(**settings), data, straight, resume=True, **QUIET)
 
 
+def test_the_best_checkpoint_and_any_other_is_loaded_on_request(tmp_path: Path) -> None:
+    """What is held out is nothing that the model is trained on, so that it only gets worse."""
+    folder, text = tmp_path / "run", tmp_path / "text.txt"
+    text.write_text("a" * 540 + "b" * 60, encoding="utf-8")
+    train(MODEL, TrainConfig(**SETTINGS | {"steps": 12, "keep_last": 1}), text, folder, **QUIET)
+    held_out = {line["step"]: line["held_out_loss"] for line in checkpoint.read_lines(folder / "metrics.jsonl") if "held_out_loss" in line}
+    best = min(held_out, key=lambda step: held_out[step])
+    assert best != 12
+    assert checkpoint.steps(folder) == [best, 12]
+    for step, number in (("best", best), (best, best), (str(best), best), ("last", 12), (12, 12)):
+        run = load_run(folder, step)
+        assert run.step == number
+        assert evaluate(run, None)["loss"] == held_out[number]
+    with pytest.raises(InputError, match=rf"step = 3: must be last, best or a step that .* keeps: {best}, 12$"):
+        load_run(folder, 3)
+    (folder / "checkpoints" / str(best) / "digests.json").write_bytes(b"")
+    with pytest.raises(InputError, match=r"step = 'best': its checkpoint .* is damaged"):
+        load_run(folder, "best")
+    assert load_run(folder).step == 12
+
+
 def test_a_resume_of_nothing_starts_and_says_so(text: Path, straight: Path, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="holds no run to resume"):
         train(MODEL, TrainConfig(**SETTINGS), text, tmp_path / "run", resume=True, **QUIET)

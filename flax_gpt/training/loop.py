@@ -250,10 +250,11 @@ class _Trainer:
         checkpoint.prune(self.folder, present[-self.train_config.keep_last :] + best)
 
 
-def load_run(folder: str | Path) -> Run:
-    """The run in a folder, with the weights of its newest whole checkpoint, in eval mode; a damaged newer one is passed over with a warning.
+def load_run(folder: str | Path, step: int | str = "last") -> Run:
+    """The run in a folder, in eval mode.
 
-    Raises InputError for a folder that holds no run, no checkpoint yet, or only damaged files.
+    step: whose weights: 'last', those of the newest whole checkpoint, a damaged newer one being passed over with a warning; 'best', those with the
+    lowest held-out loss; or the number of a step. Raises InputError for a folder that holds no run, no such checkpoint, or only damaged files.
     """
     use_compilation_cache()
     folder = Path(folder)
@@ -269,9 +270,7 @@ def load_run(folder: str | Path) -> Run:
     )
     task = TASKS[record["kind"]]
     config, train_config = task.config.from_dict(record["model"]), TrainConfig.from_dict(record["train"])
-    found = checkpoint.newest_whole(folder, "run")
-    require(found is not None, "run", str(folder), "holds no checkpoint yet")
-    assert found is not None
+    found = _checkpoint(folder, step)
     graph, params, rest = split_model(nnx.eval_shape(lambda: new_model(config, 0)))
     like = {"params": params, "rest": rest}
     values = from_arrays(checkpoint.restore(found, to_arrays(like)), like)
@@ -279,6 +278,25 @@ def load_run(folder: str | Path) -> Run:
     model.eval()
     tokenizer = task.load_tokenizer(folder / "tokenizer.json")
     return Run(model, tokenizer, config, train_config, found.step, folder, task.kind, record["data"])
+
+
+def _checkpoint(folder: Path, step: int | str) -> checkpoint.Checkpoint:
+    """The checkpoint that `load_run` was asked for, verified."""
+    newest = checkpoint.newest_whole(folder, "run")
+    require(newest is not None, "run", str(folder), "holds no checkpoint yet")
+    assert newest is not None
+    wanted = str(step)
+    if wanted == "best":
+        require(newest.notes["best"] is not None, "step", "best", "needs a run that has evaluated a held-out part")
+        wanted = str(newest.notes["best"][1])
+    if wanted in ("last", str(newest.step)):
+        return newest
+    present = [str(number) for number in checkpoint.steps(folder)]
+    require(wanted in present, "step", step, f"must be last, best or a step that {folder} keeps: {', '.join(present)}")
+    try:
+        return checkpoint.verify(folder / "checkpoints" / wanted)
+    except checkpoint.Damaged as damage:
+        raise InputError("step", str(step), f"its checkpoint {folder / 'checkpoints' / wanted} is damaged: {damage}") from damage
 
 
 def evaluate(run: Run, data: Any, *, glob: str = "*.txt", on_bad_file: OnBadFile = "error") -> dict[str, float]:

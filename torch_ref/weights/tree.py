@@ -63,8 +63,8 @@ def read_weights(source: str | os.PathLike[str]) -> dict[str, Tensor]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises whatever the bytes lead torch's reader to
-        # torch's own words advise to read the file unsafely.
-        reason = "it holds more than tensors" if isinstance(error, pickle.UnpicklingError) else f"{type(error).__name__}: {error}".splitlines()[0]
+        # torch's own words advise to read the file unsafely, or name what its reader stumbled over.
+        reason = "it holds more than tensors" if isinstance(error, pickle.UnpicklingError) else "torch.save did not write it, or it is damaged"
         raise InputError("source", str(source), f"is not a .pt file of plain tensors ({reason})") from error
     whole = isinstance(found, Mapping) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items())
     require(whole, "source", str(source), "must hold a mapping of names to tensors")
