@@ -98,7 +98,7 @@ def attention(case: Attention, variant: str) -> Program:
     arrays = [jnp.asarray(x, case.dtype) for x in inputs.attention(case)]
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return attend(q, k, v, causal=case.causal)
+        return attend(q, k, v, causal=case.causal, assume_finite=True)
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> tuple[jax.Array, ...]:
         out, pull = jax.vjp(forward, q, k, v)
@@ -111,7 +111,7 @@ def attention(case: Attention, variant: str) -> Program:
         found = found if case.backward else (found,)
         return {name: np.asarray(x.astype(jnp.float32)) for name, x in zip(("out", "dq", "dk", "dv"), found, strict=False)}
 
-    return Program(lambda: function(*arguments), outputs, wait, facts={"kernel": explain(*arrays[:3], causal=case.causal).chosen})
+    return Program(lambda: function(*arguments), outputs, wait, facts={"kernel": explain(*arrays[:3], causal=case.causal, assume_finite=True).chosen})
 
 
 def piece(case: Piece, variant: str) -> Program:
@@ -165,7 +165,7 @@ def forward(case: Forward, variant: str) -> Program:
 def kernel_of(config: GPTConfig, batch: int, length: int) -> dict[str, Any]:
     """Which kernel serves the model's attention on such a batch."""
     q, k = (jnp.zeros((batch, length, heads, config.head_dim), config.dtype) for heads in (config.num_heads, config.kv_heads))
-    return {"kernel": explain(q, k, k, causal=True).chosen}
+    return {"kernel": explain(q, k, k, causal=True, assume_finite=True).chosen}
 
 
 def train(case: Train, variant: str) -> Program:

@@ -1,16 +1,18 @@
 """Every implementation of attention against the float64 oracle: output, lse, weights and each gradient by name."""
 
 import dataclasses
+import functools
 import os
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_gpt.kernels import blocked
+from flax_gpt.kernels import attend, blocked
 from parity_tests.attention_cases import GRID, LENGTHS, SMALL_GRID, WHOLE, build, check, covering, product, run_jax, run_torch, with_size
 
 ROWS = covering(GRID)
@@ -34,8 +36,9 @@ def test_the_covering_array_covers_every_pair() -> None:
 
 @pytest.mark.parametrize("row", [*ROWS, *(pytest.param(row, marks=pytest.mark.slow if n % 2 else []) for n, row in enumerate(EDGES))], ids=_name)
 def test_grid_blocked(row: dict) -> None:
-    problem = build(row, (ROWS + EDGES).index(row))
-    check(problem, run_jax(problem, "blocked"))
+    number = (ROWS + EDGES).index(row)
+    problem = build(row, number)
+    check(problem, run_jax(problem, "blocked", assume_finite=number % 4 < 2))
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.slow if n % 2 else []) for n, row in enumerate(ROWS)], ids=_name)
@@ -65,7 +68,8 @@ def test_product() -> None:
             break
         problem = build(row, n)
         for implementation in ("dense", "blocked"):
-            check(problem, run_jax(problem, implementation))
+            for assume_finite in (False, True):
+                check(problem, run_jax(problem, implementation, assume_finite=assume_finite))
 
 
 PROBLEMS = st.fixed_dictionaries(
@@ -85,17 +89,26 @@ def test_any_problem_torch(row: dict, seed: int) -> None:
 
 
 @settings(max_examples=10)
-@given(PROBLEMS, st.integers(0, 1 << 20))
-def test_any_problem_in_small_tiles(row: dict, seed: int) -> None:
+@given(PROBLEMS, st.integers(0, 1 << 20), st.booleans())
+def test_any_problem_in_small_tiles(row: dict, seed: int, assume_finite: bool) -> None:
     """float64 leaves no room for a small mistake, small tiles make every loop run more than once."""
-    before = blocked.SIZES
-    blocked.SIZES = ((1 << 62, 16, 16, 2),)
+    before = blocked.FORWARD, blocked.BACKWARD
+    blocked.FORWARD = blocked.BACKWARD = ((blocked.ALL, 16, 2),)
     try:
         with jax.enable_x64(True):
             problem = build(row, seed)
-            check(problem, run_jax(problem, "blocked"))
+            check(problem, run_jax(problem, "blocked", assume_finite=assume_finite))
     finally:
-        blocked.SIZES = before
+        blocked.FORWARD, blocked.BACKWARD = before
+
+
+@pytest.mark.parametrize("assume_finite", [True, False])
+def test_short_strips_leave_the_scores_in_registers(assume_finite: bool) -> None:
+    """XLA's fusions on the processor: one operation from q, k and v to the output, which a selection would cut into pieces that write the scores."""
+    q = jax.ShapeDtypeStruct((8, 128, 4, 32), jnp.float32)
+    attention = functools.partial(attend, causal=True, implementation="blocked", assume_finite=assume_finite)
+    written = jax.jit(attention).lower(q, q, q).compile().as_text().split("ENTRY")[1]
+    assert ("[8,4,128,128]" in written) is not assume_finite
 
 
 @settings(max_examples=8)

@@ -1,14 +1,18 @@
-"""Attention in strips: the map never exists, memory is linear in T and S, strips hold only keys that their queries may see.
+"""Attention in strips: the map never exists, memory is linear in T and S, a strip of queries meets only keys that it may see.
 
-Forward: for each strip of queries the scores of all its keys, one softmax, no rescaling (Rabe & Staats 2021, section 2, with one chunk of keys).
-Backward: for each strip of keys its queries, weights computed again from the row's peak and total (Dao et al. 2022, algorithm 4), everything turned
-so that the products have their usual form: XLA multiplies a turned left factor three times slower. Peak and total are kept apart, not as lse:
-log(total) is lost beside a peak of −3.4e38, which a row has whose every key has a bias of finfo.min.
+Forward: for each strip the scores of all its keys, one softmax, no rescaling (Rabe & Staats 2021, section 2, with one chunk of keys).
+Backward: the same strips with everything turned, so that the products have their usual form: XLA multiplies a turned left factor three times slower.
 
-Plain XLA. A few heads at a time, so that a strip stays in a core's L2; the strips are unrolled, since XLA knows static slices best, and a strip that
-would be too large is walked in tiles by a loop: the program does not grow with T. What is hidden for reasons known only at run time is masked.
+Up to FUSED keys, what is hidden has −∞ added to its score when `assume_finite` allows it, and the backward pass computes each row's peak and total
+again: so a strip of the forward pass is one operation of XLA's library of fusions, product, softmax and product, whereas a selection or a second
+result would cut it into pieces. Beyond, the pieces are faster, and peak and total are kept; apart, not as lse: log(total) is lost beside a peak of
+−3.4e38, which a row has whose every key has a bias of finfo.min.
 
-Tiles have axes (b rows, k key/value heads, g query heads to each, t queries, s keys); in the backward pass (b, k, s, g, t).
+Plain XLA. The heads are taken in chunks of which a strip stays in a core's L2, or all at once where the library sees to that; the strips are
+unrolled, since XLA knows static slices best, and one that would be too large is walked in tiles by a loop: the program does not grow with T.
+
+Tiles have axes (b rows, k key/value heads, r, s keys), in the backward pass (b, k, s, r), where r counts the t queries of the g query heads that
+share a key/value head; a product with five axes would be copied into four. What is hidden is told in (b, k, g, t, s).
 """
 
 import dataclasses
@@ -34,33 +38,33 @@ class Tiles:
     kv_heads: int
     """Key/value heads a chunk; all of them when batch > 1."""
     queries: int
-    """Queries a tile of the forward pass."""
-    keys: int
-    """Keys a strip of the backward pass."""
+    """Queries a tile."""
 
 
-SIZES: tuple[tuple[int, int, int, int], ...] = (
-    (128, 64, 64, 16),
-    (512, 128, 128, 4),
-    (1 << 62, 256, 256, 1),
-)
-"""Longest S → queries a tile, keys a strip, heads a chunk: measured so that a tile's scores stay in a core's L2 (docs/performance.md)."""
+ALL = 1 << 30
+FORWARD: tuple[tuple[int, int, int], ...] = ((256, 128, ALL), (1024, 128, 4), (ALL, 256, 1))
+BACKWARD: tuple[tuple[int, int, int], ...] = ((128, 64, ALL), (256, 64, 8), (512, 128, 4), (1024, 128, 2), (ALL, 256, 1))
+"""Longest S → queries a tile, heads a chunk, as measured (docs/performance.md)."""
+
+FUSED = 512
+"""Keys up to which a strip is left to the library of fusions, as measured."""
 
 STRIPS = 16
 """Strips that are unrolled at most; longer inputs get longer strips, walked in tiles."""
 
 AREA = 1 << 19
-"""Scores a tile of the backward pass."""
+"""Scores that a tile of one head has at most in the backward pass."""
 
 
-def tiles(case: Case) -> Tiles:
+def tiles(case: Case, *, backward: bool) -> Tiles:
     """The cut that the table asks for, within the sizes of the case."""
-    _, queries, keys, heads = next(row for row in SIZES if case.keys <= row[0])
+    _, queries, heads = next(row for row in (BACKWARD if backward else FORWARD) if case.keys <= row[0])
     want = max(1, heads // case.group)
     kv_heads = max(n for n in range(1, case.kv_heads + 1) if case.kv_heads % n == 0 and n <= want)
     rows = want // case.kv_heads if kv_heads == case.kv_heads else 1
     batch = max(n for n in range(1, case.batch + 1) if case.batch % n == 0 and n <= max(rows, 1))
-    return Tiles(batch, kv_heads, min(max(queries // case.group, 16), case.queries), min(keys, case.keys))
+    queries = min(queries, AREA // case.keys) if backward else queries
+    return Tiles(batch, kv_heads, min(max(queries // case.group, 16), case.queries))
 
 
 def refusal(case: Case) -> str | None:
@@ -88,106 +92,110 @@ def _attend(case: Case, q: Array, k: Array, v: Array, bias: Array | None, given:
 
 
 def _forward(case: Case, q: Array, k: Array, v: Array, bias: Array | None, given: Inputs) -> tuple[tuple[Array, Array], Any]:
-    dtype, view = case.accumulator, _View(case, bias, given)
-    lowest = jnp.finfo(dtype).min
-    # A NaN in every number of a key that is not finite, or whose value is not, spoils its scores alone, and only those that are visible are kept.
-    queries = _split(case, _prescale(case, q + _poison(q)))
-    keys = (k + _poison(k) + _poison(v)).transpose(0, 2, 1, 3)
-    values = _finite(v).transpose(0, 2, 1, 3)
+    dtype, view = case.accumulator, _View(case, bias, given, backward=False)
+    queries, keys, values = _split(case, _prescale(case, _marked(case, q))), _turn_heads(_marked(case, k, v)), _turn_heads(_finite(case, v))
 
     def chunk(at: Any, carry: None, arrays: Any) -> Any:
         queries, keys, values = arrays
 
-        def tile(s: Span, t: Span) -> tuple[Array, ...]:
-            scores = _product("bkgtd,bksd->bkgts", _part(queries, 3, t), _part(keys, 2, s), dtype)
-            scores, seen = view.finish(at, t, s, scores)
-            if seen is not None:
-                scores = jnp.where(seen, scores, -jnp.inf)
-            peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), lowest)
+        def tile(s: Span, t: Span, state: None) -> tuple[None, tuple[Array, ...]]:
+            products = _product("bkrd,bksd->bkrs", _rows(_part(queries, 3, t)), _part(keys, 2, s), dtype)
+            scores, _ = view.finish(at, t, s, products)
+            peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), jnp.finfo(dtype).min)
             powers = jnp.exp(scores - peak)
             total = jnp.sum(powers, axis=-1, keepdims=True)
             if case.dropout_rate > 0.0:
-                powers = jnp.where(view.keep(at, t, s), powers, 0.0)
-            out = _product("bkgts,bksd->bkgtd", powers.astype(v.dtype), _part(values, 2, s), dtype)
-            return (out / (jnp.where(total == 0.0, 1.0, total) * (1.0 - case.dropout_rate))).astype(q.dtype), peak, total
+                powers = jnp.where(_rows(view.keep(at, t, s)), powers, 0.0)
+            out = _product("bkrs,bksd->bkrd", powers.astype(v.dtype), _part(values, 2, s), dtype)
+            out = (out / (_above_zero(total) * (1.0 - case.dropout_rate))).astype(q.dtype)
+            return state, tuple(x.reshape(*queries.shape[:3], t[1], -1) for x in (out, peak, total))
 
         def blind(t: Span) -> tuple[Array, ...]:
             rows = (*queries.shape[:3], t[1])
-            return jnp.zeros((*rows, case.value_width), q.dtype), jnp.full((*rows, 1), lowest, dtype), jnp.zeros((*rows, 1), dtype)
+            return jnp.zeros((*rows, case.value_width), q.dtype), jnp.zeros((*rows, 1), dtype), jnp.zeros((*rows, 1), dtype)
 
-        strips = [blind(t) if s is None else _walk(t, view.cut.queries, functools.partial(tile, s)) for t, s in view.query_strips()]
+        strips = [blind(t) if s is None else _walk(t, view.cut.queries, functools.partial(tile, s), None)[1] for t, s in view.strips()]
         return carry, tuple(jnp.concatenate(parts, axis=3) for parts in zip(*strips, strict=True))
 
     _, (out, peak, total) = view.over_chunks(chunk, None, (queries, keys, values))
-    lse = jnp.where(total == 0.0, -jnp.inf, peak + jnp.log(jnp.where(total == 0.0, 1.0, total)))
+    lse = jnp.where(total == 0.0, -jnp.inf, peak + jnp.log(_above_zero(total)))
     out = _merge(case, out)
-    return (out, _merge(case, lse)[..., 0]), (q, k, v, bias, given, out, peak, total)
+    return (out, _merge(case, lse)[..., 0]), (q, k, v, bias, given, out, (peak, total) if case.keys > FUSED else ())
 
 
 def _backward(case: Case, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
-    q, k, v, bias, given, out, peak, total = saved
+    q, k, v, bias, given, out, softmax = saved
     d_out, d_lse = cotangents
-    dtype, view = case.accumulator, _View(case, bias, given)
+    dtype, view = case.accumulator, _View(case, bias, given, backward=True)
     share = 1.0 / (1.0 - case.dropout_rate)
     through_rows = jnp.sum(d_out.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True)
     # An empty row has no weights, and its lse is −∞ whatever q and k are: its gradient is 0.
     through_rows = _split(case, through_rows - d_lse[..., None])
-    # weights = powers / total: the division is taken from the tiles to the rows, but for 16 bits, where it would be rounded once more.
-    # A NaN in a row stays in its powers: in d_outs it would reach the hidden, since 0 · NaN is NaN.
-    inverse = 1.0 / jnp.where(total > 0.0, total, 1.0)
-    on_tiles = not _prescaled(case)
-    early = jnp.ones_like(inverse) if on_tiles else inverse
-    queries, keys, values = _split(case, _prescale(case, _finite(q))), *(_finite(x).transpose(0, 2, 1, 3) for x in (k, v))
-    d_outs = (_split(case, d_out).astype(dtype) * early).astype(q.dtype)
-    rows = (peak[..., 0], (through_rows * early)[..., 0], inverse[..., 0])
+    queries, keys = _split(case, _prescale(case, _marked(case, q))), _turn_heads(_marked(case, k, v))
+    # 0 · NaN is NaN: what the gradients of the hidden are made of must be finite.
+    finite = (queries, keys) if case.assume_finite else (_split(case, _prescale(case, _finite(case, q))), _turn_heads(_finite(case, k)))
+    values, d_outs = _turn_heads(_finite(case, v)), _split(case, d_out)
 
     def chunk(at: Any, d_bias: Any, arrays: Any) -> Any:
-        queries, keys, values, d_outs, peaks, throughs, inverses = arrays
+        queries, keys, finite_queries, finite_keys, values, d_outs, throughs, *softmax = arrays
         # Behind a barrier, or the turn is folded into the product, which XLA then does slowly, and in bfloat16 at some sizes not at all.
-        turned_keys = lax.optimization_barrier(keys.swapaxes(2, 3))
+        turned_keys = lax.optimization_barrier(finite_keys.swapaxes(2, 3))
 
         def tile(s: Span, t: Span, state: Any) -> Any:
-            d_keys, d_values, d_queries, d_bias = state
-            q_tile, d_tile = _part(queries, 3, t), _part(d_outs, 3, t)
-            k_tile, v_tile = _part(keys, 2, s), _part(values, 2, s)
-            on_rows = lambda x: _part(x, 3, t)[:, :, None]
-            scores, seen = view.finish(at, t, s, _product("bksd,bkgtd->bksgt", k_tile, q_tile, dtype), turned=True)
-            powers = jnp.exp(scores - on_rows(peaks))
-            if on_tiles:
-                powers = powers * on_rows(inverses)
+            d_keys, d_values, d_bias = state
+            q_tile, d_tile, k_tile, v_tile = _rows(_part(finite_queries, 3, t)), _rows(_part(d_outs, 3, t)), _part(keys, 2, s), _part(values, 2, s)
+            on_rows = lambda x: x[:, :, None]
+            products = _product("bksd,bkrd->bksr", k_tile, _rows(_part(queries, 3, t)), dtype)
+            scores, seen = view.finish(at, t, s, products, turned=True)
+            if softmax:
+                peak, total = (_rows(_part(x, 3, t))[..., 0] for x in softmax)
+                powers = jnp.exp(scores - on_rows(peak))
+            else:
+                peak = jnp.maximum(jnp.max(scores, axis=2), jnp.finfo(dtype).min)
+                powers = jnp.exp(scores - on_rows(peak))
+                total = jnp.sum(powers, axis=2)
             if seen is not None:
                 powers = jnp.where(seen, powers, 0.0)
-            d_powers = _product("bksd,bkgtd->bksgt", v_tile, d_tile, dtype)
+            # weights = powers / total: the division is taken from the tile to the rows, but for 16 bits, where it would be rounded once more.
+            # A NaN in a row stays in its powers: in d_tile it would reach the hidden.
+            inverse, through = 1.0 / jnp.where(total > 0.0, total, 1.0), _rows(_part(throughs, 3, t))[..., 0]
+            if _prescaled(case):
+                d_tile, through = d_tile * inverse[..., None], through * inverse
+            else:
+                powers = powers * on_rows(inverse)
+            d_powers = _product("bksd,bkrd->bksr", v_tile, d_tile, dtype)
             kept = powers
             if case.dropout_rate > 0.0:
-                keep = _turn(view.keep(at, t, s))
+                keep = _rows(view.keep(at, t, s)).swapaxes(2, 3)
                 d_powers, kept = jnp.where(keep, d_powers * share, 0.0), jnp.where(keep, powers * share, 0.0)
-            d_scores = powers * (d_powers - on_rows(throughs))
+            d_scores = powers * (d_powers - on_rows(through))
             if seen is not None:
                 d_scores = jnp.where(seen, d_scores, 0.0)
             low = d_scores.astype(q.dtype)
-            d_keys = d_keys + _product("bksgt,bkgtd->bksd", low, q_tile, dtype)
-            d_values = d_values + _product("bksgt,bkgtd->bksd", kept.astype(v.dtype), d_tile, dtype)
-            d_queries = _add(d_queries, 4, t, _product("bkds,bksgt->bkdgt", _part(turned_keys, 3, s), low, dtype))
-            return d_keys, d_values, d_queries, None if d_bias is None else view.add_map(d_bias, at, t, s, jnp.moveaxis(d_scores, 2, -1))
+            d_keys = _add(d_keys, 2, s, _product("bksr,bkrd->bksd", low, q_tile, dtype))
+            d_values = _add(d_values, 2, s, _product("bksr,bkrd->bksd", kept.astype(v.dtype), d_tile, dtype))
+            d_queries = _product("bkds,bksr->bkdr", _part(turned_keys, 3, s), low, dtype)
+            d_bias = None if d_bias is None else view.add_map(d_bias, at, t, s, _heads(d_scores, queries.shape[2]))
+            return (d_keys, d_values, d_bias), (_heads(d_queries, queries.shape[2]),)
 
-        b, n, g, T, _ = queries.shape
-        d_queries, strips = view.varying(jnp.zeros((b, n, case.width, g, T), dtype)), []
-        for s, t in view.key_strips():
-            state = (jnp.zeros((b, n, s[1], case.width), dtype), jnp.zeros((b, n, s[1], case.value_width), dtype))
-            if t is not None:
-                state = (*view.varying(state), d_queries, d_bias)
-                *state, d_queries, d_bias = _fold(t, max(AREA // (b * n * g * s[1]), 16), functools.partial(tile, s), state)
-            strips.append(tuple(state))
-        d_keys, d_values = (jnp.concatenate(parts, axis=2) for parts in zip(*strips, strict=True))
-        return d_bias, (d_queries, d_keys, d_values)
+        zeros = lambda width: view.varying(jnp.zeros((*keys.shape[:3], width), dtype))
+        state: Any = (zeros(case.width), zeros(case.value_width), d_bias)
+        strips: list[tuple[Array, ...]] = []
+        # The last first: of a causal case it sees every key, and what it gives need not be added to anything.
+        for t, s in reversed(view.strips()):
+            if s is None:
+                strips.append((jnp.zeros((*queries.shape[:3], t[1], case.width), dtype),))
+            else:
+                state, found = _walk(t, view.cut.queries, functools.partial(tile, s), state)
+                strips.append(found)
+        d_keys, d_values, d_bias = state
+        return d_bias, (jnp.concatenate([found for (found,) in reversed(strips)], axis=3), d_keys, d_values)
 
     d_bias = None if bias is None else view.varying(jnp.zeros(view.bias.shape, dtype))
-    d_bias, (d_q, d_k, d_v) = view.over_chunks(chunk, d_bias, (queries, keys, values, d_outs, *rows))
-    d_q = _merge(case, jnp.moveaxis(d_q, 2, -1) * case.scale).astype(q.dtype)
-    d_k = (d_k * (1.0 if _prescaled(case) else case.scale)).transpose(0, 2, 1, 3).astype(k.dtype)
-    d_v = d_v.transpose(0, 2, 1, 3).astype(v.dtype)
-    return d_q, d_k, d_v, None if bias is None else d_bias.reshape(bias.shape).astype(bias.dtype), None
+    d_bias, (d_q, d_k, d_v) = view.over_chunks(chunk, d_bias, (queries, keys, *finite, values, d_outs, through_rows, *softmax))
+    d_q = _merge(case, d_q * case.scale).astype(q.dtype)
+    d_k = _turn_heads(d_k * (1.0 if _prescaled(case) else case.scale)).astype(k.dtype)
+    return d_q, d_k, _turn_heads(d_v).astype(v.dtype), None if bias is None else d_bias.reshape(bias.shape).astype(bias.dtype), None
 
 
 _attend.defvjp(_forward, _backward)
@@ -199,8 +207,8 @@ Span = tuple[Any, int]
 class _View:
     """The strips of one case, and what is visible in their tiles."""
 
-    def __init__(self, case: Case, bias: Array | None, given: Inputs):
-        self.case, self.cut, self.given = case, tiles(case), given
+    def __init__(self, case: Case, bias: Array | None, given: Inputs, *, backward: bool):
+        self.case, self.cut, self.given = case, tiles(case, backward=backward), given
         self.mask = None if given.mask is None else _grouped(case, given.mask)
         self.bias: Any = None if bias is None else _grouped(case, bias)
         self.left, self.right = case.window or (None, None)
@@ -223,52 +231,53 @@ class _View:
         carry, found = lax.scan(lambda carry, x: chunk(corner(x[0]), carry, x[1]), carry, (jnp.arange(count, dtype=jnp.int32), cut))
         return carry, jax.tree.map(lambda x: x.reshape(self.case.batch, self.case.kv_heads, *x.shape[3:]), found)
 
-    def query_strips(self) -> Iterator[tuple[Span, Span | None]]:
+    def strips(self) -> list[tuple[Span, Span | None]]:
         """Strips of queries, each with the keys that it may see, or None."""
+        found: list[tuple[Span, Span | None]] = []
         for t in _strips(self.case.queries, self.cut.queries, self.skips):
             begin, end = 0, self.case.keys
             if self.skips and self.right is not None:
                 end = min(end, t[0] + t[1] + self.case.offset + self.right)
             if self.skips and self.left is not None:
                 begin = max(begin, t[0] + self.case.offset - self.left)
-            yield t, (begin, end - begin) if begin < end else None
+            found.append((t, (begin, end - begin) if begin < end else None))
+        return found
 
-    def key_strips(self) -> Iterator[tuple[Span, Span | None]]:
-        """Strips of keys, each with the queries that may see it, or None."""
-        for s in _strips(self.case.keys, self.cut.keys, True):
-            begin, end = 0, self.case.queries
-            if self.skips and self.right is not None:
-                begin = max(begin, s[0] - self.case.offset - self.right)
-            if self.skips and self.left is not None:
-                end = min(end, s[0] + s[1] - self.case.offset + self.left)
-            yield s, (begin, end - begin) if begin < end else None
-
-    def finish(self, at: Any, t: Span, s: Span, scores: Array, *, turned: bool = False) -> tuple[Array, Any]:
-        """Scores of the tile with scale and bias, and what of it is visible (None: all)."""
-        turn = _turn if turned else lambda x: x
-        if not _prescaled(self.case):
-            scores = scores * self.case.scale
+    def finish(self, at: Any, t: Span, s: Span, products: Array, *, turned: bool = False) -> tuple[Array, Any]:
+        """Scores of the tile with scale and bias, −∞ where nothing may be seen; and what may be seen (None: no need to know)."""
+        flat = lambda x: self._flat(x, t, turned)
+        scores = products if _prescaled(self.case) else products * self.case.scale
         seen = self._inside(at, t, s, turned)
         if self.mask is not None:
-            seen = _and(turn(self._map(self.mask, at, t, s)), seen)
+            seen = _and(flat(self._map(self.mask, at, t, s)), seen)
+        bias: Any = None
         if self.bias is not None:
-            bias = turn(self._map(self.bias, at, t, s))
-            scores = scores + bias.astype(scores.dtype)
+            bias = flat(self._map(self.bias, at, t, s)).astype(scores.dtype)
             seen = _and(bias != -jnp.inf, seen)
-        return scores, seen
+        if self.case.assume_finite and self.case.keys <= FUSED and seen is not None:
+            return scores + jnp.where(seen, 0.0 if bias is None else bias, -jnp.inf).astype(scores.dtype), None
+        scores = scores if bias is None else scores + bias
+        return (scores, None) if seen is None else (jnp.where(seen, scores, -jnp.inf), None if self.case.assume_finite else seen)
+
+    def _flat(self, x: Any, t: Span, turned: bool) -> Any:
+        """A map (b, k, g, t, s), each axis whole or 1, as (b, k, r, s), or turned (b, k, s, r)."""
+        x = jnp.broadcast_to(x, (*x.shape[:2], self.case.group, t[1], x.shape[-1]))
+        return _rows(x).swapaxes(2, 3) if turned else _rows(x)
 
     def _inside(self, at: Any, t: Span, s: Span, turned: bool) -> Any:
+        """What causality, window and lengths leave of the tile, flat; None: all."""
         seen: Any = None
         # Made in the layout of the scores: a mask that is read across costs more than the exponentials.
-        rows, columns = _count(t, 4 if turned else 3), _count(s, 2 if turned else 4)
+        rows, columns = jnp.tile(_count(t, 0, 1), self.case.group), _count(s, 0, 1)
+        rows, columns = (rows, columns[:, None]) if turned else (rows[:, None], columns)
         known = self.case.offset is not None and isinstance(t[0], int)
         least, most = (s[0] - t[0] - t[1] + 1 - self.case.offset, s[0] + s[1] - 1 - t[0] - self.case.offset) if known else (0, 0)
         if self.right is not None and not (known and most <= self.right):
-            seen = columns - rows - self._offsets(at) <= self.right
+            seen = columns - rows - self._offsets(at)[..., 0] <= self.right
         if self.left is not None and not (known and least >= -self.left):
-            seen = _and(columns - rows - self._offsets(at) >= -self.left, seen)
+            seen = _and(columns - rows - self._offsets(at)[..., 0] >= -self.left, seen)
         if self.given.kv_lengths is not None:
-            seen = _and(columns < self._of_rows(self.given.kv_lengths, at).astype(jnp.int32).reshape(-1, 1, 1, 1, 1), seen)
+            seen = _and(columns < self._of_rows(self.given.kv_lengths, at).astype(jnp.int32).reshape(-1, 1, 1, 1), seen)
         return seen
 
     def keep(self, at: Any, t: Span, s: Span) -> Array:
@@ -294,17 +303,18 @@ class _View:
         return tuple(0 if n == 1 else i for n, i in zip(shape, starts, strict=True)), tuple(map(min, shape, sizes))
 
     def _offsets(self, at: Any) -> Any:
+        """(b or 1, 1, 1, 1, 1)"""
         if self.case.offset is not None:
-            return self.case.offset
+            return np.full((1,) * 5, self.case.offset, np.int32)
         return self._of_rows(self.given.query_offset, at).reshape(-1, 1, 1, 1, 1)
 
     def _of_rows(self, x: Array, at: Any) -> Array:
         return _slice(x, (at[0],), (self.cut.batch,)) if x.ndim else x[None]
 
 
-def _count(span: Span, axis: int) -> Array:
-    """Positions of a span along one of five axes."""
-    return span[0] + jnp.arange(span[1], dtype=jnp.int32).reshape([-1 if i == axis else 1 for i in range(5)])
+def _count(span: Span, axis: int, axes: int = 5) -> Array:
+    """Positions of a span along one of the axes."""
+    return span[0] + jnp.arange(span[1], dtype=jnp.int32).reshape([-1 if i == axis else 1 for i in range(axes)])
 
 
 def _strips(length: int, size: int, many: bool) -> Iterator[Span]:
@@ -313,27 +323,24 @@ def _strips(length: int, size: int, many: bool) -> Iterator[Span]:
     return ((first, min(size, length - first)) for first in range(0, length, size))
 
 
-def _walk(strip: Span, size: int, body: Callable[[Span], tuple[Array, ...]]) -> tuple[Array, ...]:
-    """`body(tile)` for the tiles of a strip, `size` each and one for the rest: one program for all of a size. Joined along axis 3."""
+def _walk(strip: Span, size: int, body: Callable[[Span, Any], tuple[Any, tuple[Array, ...]]], state: Any) -> tuple[Any, tuple[Array, ...]]:
+    """`body(tile, state)` for the tiles of a strip, `size` each and one for the rest: one program for all of a size.
+
+    Gives the last state, and the results joined along axis 3.
+    """
     first, length = strip
     count, rest = divmod(length, size)
-    found = [body((first, size))] if count == 1 else []
-    if count > 1:
-        many = lax.map(lambda i: body((np.int32(first) + i * np.int32(size), size)), jnp.arange(count, dtype=jnp.int32))
-        found = [tuple(jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], count * size, x.shape[-1]) for x in many)]
-    found += [body((first + length - rest, rest))] if rest else []
-    return tuple(jnp.concatenate(parts, axis=3) for parts in zip(*found, strict=True))
-
-
-def _fold(strip: Span, size: int, body: Callable[[Span, Any], Any], state: Any) -> Any:
-    """The state after `body(tile, state)` for the tiles of a strip, cut in the same way."""
-    first, length = strip
-    count, rest = divmod(length, size)
+    found = []
     if count == 1:
-        state = body((first, size), state)
+        state, parts = body((first, size), state)
+        found.append(parts)
     elif count > 1:
-        state = lax.fori_loop(jnp.int32(0), jnp.int32(count), lambda i, state: body((np.int32(first) + i * np.int32(size), size), state), state)
-    return body((first + length - rest, rest), state) if rest else state
+        state, many = lax.scan(lambda state, i: body((np.int32(first) + i * np.int32(size), size), state), state, jnp.arange(count, dtype=jnp.int32))
+        found.append(tuple(jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], count * size, x.shape[-1]) for x in many))
+    if rest:
+        state, parts = body((first + length - rest, rest), state)
+        found.append(parts)
+    return state, tuple(jnp.concatenate(parts, axis=3) for parts in zip(*found, strict=True))
 
 
 def _part(x: Array, axis: int, span: Span) -> Array:
@@ -346,9 +353,14 @@ def _add(x: Array, axis: int, span: Span, part: Array) -> Array:
     return _write(x, _part(x, axis, span) + part, (0,) * axis + (span[0],) + (0,) * (x.ndim - axis - 1))
 
 
-def _turn(x: Array) -> Array:
-    """(b, k, g, t, s) → (b, k, s, g, t)."""
-    return jnp.moveaxis(x, -1, 2)
+def _rows(x: Array) -> Array:
+    """(b, k, g, t, d) → (b, k, r, d)."""
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _heads(x: Array, group: int) -> Array:
+    """(b, k, d, r) → (b, k, g, t, d)."""
+    return jnp.moveaxis(x.reshape(*x.shape[:3], group, -1), 2, -1)
 
 
 def _split(case: Case, x: Array) -> Array:
@@ -376,13 +388,33 @@ def _prescale(case: Case, q: Array) -> Array:
     return q * case.scale if _prescaled(case) else q
 
 
-def _poison(x: Array) -> Array:
-    """(…, D) → (…, 1): NaN where a number is not finite, else 0."""
-    return jnp.sum(x * _number(0, x), axis=-1, keepdims=True)
+def _turn_heads(x: Array) -> Array:
+    """(B, S, K, D) → (B, K, S, D), and back."""
+    return x.transpose(0, 2, 1, 3)
 
 
-def _finite(x: Array) -> Array:
-    return jnp.where(jnp.isfinite(x), x, _number(0, x))
+def _above_zero(total: Array) -> Array:
+    """The total, 1 or more, of a row that sees something; else ½. A maximum may stand within a fusion of the library, a selection may not."""
+    return jnp.maximum(total, 0.5)
+
+
+def _marked(case: Case, x: Array, value: Array | None = None) -> Array:
+    """x (…, Dh) with a NaN where it is not finite, or in the row where `value` (…, Dv) is not.
+
+    It spoils the scores of its row alone, of which those that are visible are kept.
+    """
+    if case.assume_finite:
+        return x
+    spoilt = x + x * _number(0, x)
+    if value is None:
+        return spoilt
+    poison = value * _number(0, value)
+    # A sum over rows costs as much as a product here: only where the widths differ.
+    return spoilt + (poison if poison.shape == x.shape else jnp.sum(poison, axis=-1, keepdims=True))
+
+
+def _finite(case: Case, x: Array) -> Array:
+    return x if case.assume_finite else jnp.where(jnp.isfinite(x), x, _number(0, x))
 
 
 def _number(value: float, like: Array) -> np.ndarray:

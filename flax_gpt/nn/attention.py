@@ -57,13 +57,14 @@ class MultiHeadAttention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array | None]:
         """x (B, T, D), attending to memory (B, S, D) or to itself → output (B, T, D) and, on request, the maps (B, H, T, S).
 
-        Keys from lengths (B,) on are hidden.
+        Keys from lengths (B,) on are hidden. Activations are taken to be finite: where weights are not, every row of the sequence may be spoilt.
         """
         q = self.queries(x, rotation)
         k, v = self.keys_values(x if memory is None else memory, rotation)
         keys = attention_keys(draw, f"{self.place}.weights", x.shape[0], self.num_heads) if self.rate > 0 else None
         rate = 0.0 if keys is None else self.rate
-        out = attend(q, k, v, causal=causal, kv_lengths=lengths, dropout_rate=rate, dropout_key=keys, return_weights=return_attention)
+        out = attend(q, k, v, causal=causal, kv_lengths=lengths, dropout_rate=rate, dropout_key=keys, return_weights=return_attention,
+                     assume_finite=True)  # fmt: skip
         out, weights = out if return_attention else (out, None)
         return dropout(self.merge(out), self.output_rate, draw, f"{self.place}.output"), weights
 
@@ -72,14 +73,14 @@ class MultiHeadAttention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Appends x (B, T, D) at positions lengths[b] … of the caches (B, K, S, Dh) and attends to all before: output and new caches.
 
-        `empty`: all lengths are 0, so that x attends to itself alone, and no key above the diagonal is computed. Caches are taken to be finite:
-        weights or logits that are not end a generation.
+        `empty`: all lengths are 0, so that x attends to itself alone, and no key above the diagonal is computed. Caches are taken to be finite
+        too: weights or logits that are not end a generation.
         """
         k, v = self.keys_values(x, rotation)
         keys, values = _write(keys, k, lengths), _write(values, v, lengths)
         q = self.queries(x, rotation)
         if empty:
-            return self.merge(attend(q, k, v, causal=True)), keys, values
+            return self.merge(attend(q, k, v, causal=True, assume_finite=True)), keys, values
         end = lengths + x.shape[1]
         out = attend(q, _turn(keys), _turn(values), causal=True, query_offset=lengths, kv_lengths=end, assume_finite=True)
         return self.merge(out), keys, values

@@ -57,13 +57,14 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """x (B, T, D), attending to memory (B, S, D) or to itself → output (B, T, D) and, on request, the maps (B, H, T, S).
 
-        Keys from lengths (B,) on are hidden.
+        Keys from lengths (B,) on are hidden. Activations are taken to be finite: where weights are not, every row of the sequence may be spoilt.
         """
         q = self.queries(x, rotation)
         k, v = self.keys_values(x if memory is None else memory, rotation)
         keys = attention_keys(draw, f"{self.place}.weights", x.shape[0], self.num_heads) if self.rate > 0 else None
         rate = 0.0 if keys is None else self.rate
-        out = attend(q, k, v, causal=causal, kv_lengths=lengths, dropout_rate=rate, dropout_key=keys, return_weights=return_attention)
+        out = attend(q, k, v, causal=causal, kv_lengths=lengths, dropout_rate=rate, dropout_key=keys, return_weights=return_attention,
+                     assume_finite=True)  # fmt: skip
         out, weights = out if return_attention else (out, None)
         return dropout(self.merge(out), self.output_rate, draw, f"{self.place}.output"), weights
 
