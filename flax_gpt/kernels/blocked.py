@@ -134,7 +134,7 @@ def _backward(case: Case, saved: Any, cotangents: tuple[Array, Array]) -> tuple[
     queries, keys = _split(case, _prescale(case, _marked(case, q))), _turn_heads(_marked(case, k, v))
     # 0 · NaN is NaN: what the gradients of the hidden are made of must be finite.
     finite = (queries, keys) if case.assume_finite else (_split(case, _prescale(case, _finite(case, q))), _turn_heads(_finite(case, k)))
-    values, d_outs = _turn_heads(_finite(case, v)), _split(case, d_out)
+    values, d_outs = _turn_heads(v), _split(case, d_out)
 
     def chunk(at: Any, d_bias: Any, arrays: Any) -> Any:
         queries, keys, finite_queries, finite_keys, values, d_outs, throughs, *softmax = arrays
