@@ -103,8 +103,8 @@ def test_any_problem_in_small_tiles(row: dict, seed: int, assume_finite: bool) -
 
 
 @pytest.mark.parametrize("assume_finite", [True, False])
-def test_short_strips_leave_the_scores_in_registers(assume_finite: bool) -> None:
-    """XLA's fusions on the processor: one operation from q, k and v to the output, which a selection would cut into pieces that write the scores."""
+def test_short_strips_need_no_array_of_scores(assume_finite: bool) -> None:
+    """XLA's fusions on the processor: one operation from q, k and v to the output, which a selection would cut into pieces."""
     q = jax.ShapeDtypeStruct((8, 128, 4, 32), jnp.float32)
     attention = functools.partial(attend, causal=True, implementation="blocked", assume_finite=assume_finite)
     written = jax.jit(attention).lower(q, q, q).compile().as_text().split("ENTRY")[1]
