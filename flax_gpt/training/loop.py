@@ -282,15 +282,16 @@ def load_run(folder: str | Path, step: int | str = "last") -> Run:
 
 def _checkpoint(folder: Path, step: int | str) -> checkpoint.Checkpoint:
     """The checkpoint that `load_run` was asked for, verified."""
-    newest = checkpoint.newest_whole(folder, "run")
-    require(newest is not None, "run", str(folder), "holds no checkpoint yet")
-    assert newest is not None
     wanted = str(step)
-    if wanted == "best":
-        require(newest.notes["best"] is not None, "step", "best", "needs a run that has evaluated a held-out part")
-        wanted = str(newest.notes["best"][1])
-    if wanted in ("last", str(newest.step)):
-        return newest
+    if wanted in ("last", "best"):
+        newest = checkpoint.newest_whole(folder, "run")
+        require(newest is not None, "run", str(folder), "holds no checkpoint yet")
+        assert newest is not None
+        best = newest.notes["best"]
+        require(wanted == "last" or best is not None, "step", wanted, "needs a run that has evaluated a held-out part")
+        if wanted == "last" or best[1] == newest.step:
+            return newest
+        wanted = str(best[1])
     present = [str(number) for number in checkpoint.steps(folder)]
     require(wanted in present, "step", step, f"must be last, best or a step that {folder} keeps: {', '.join(present)}")
     try:
