@@ -3,10 +3,11 @@
 Forward: for each strip the scores of all its keys, one softmax, no rescaling (Rabe & Staats 2021, section 2, with one chunk of keys).
 Backward: the same strips with everything turned, so that the products have their usual form: XLA multiplies a turned left factor three times slower.
 
-Up to FUSED keys, what is hidden has −∞ added to its score when `assume_finite` allows it, and the backward pass computes each row's peak and total
-again: so a strip of the forward pass is one operation of XLA's library of fusions, product, softmax and product, whereas a selection or a second
-result would cut it into pieces. Beyond, the pieces are faster, and peak and total are kept; apart, not as lse: log(total) is lost beside a peak of
-−3.4e38, which a row has whose every key has a bias of finfo.min.
+Up to JOINED keys, what is hidden has −∞ added to its score when `assume_finite` allows it, and the backward pass computes each row's peak, total and
+sum through the weights again: so a strip of the forward pass is one operation of XLA's library of fusions, product, softmax and product, whereas a
+selection or a second result would cut it into pieces; the weights and the gradient of the scores are one each. A product of many small matrices that
+is joined to a reduction runs on all cores, alone it runs on one. Beyond, the pieces are faster, and peak and total are kept; apart, not as lse:
+log(total) is lost beside a peak of −3.4e38, which a row has whose every key has a bias of finfo.min.
 
 Plain XLA. The heads are taken in chunks of which a strip stays in a core's L2, or all at once where the library sees to that; the strips are
 unrolled, since XLA knows static slices best, and one that would be too large is walked in tiles by a loop: the program does not grow with T.
@@ -42,12 +43,18 @@ class Tiles:
 
 
 ALL = 1 << 30
-FORWARD: tuple[tuple[int, int, int], ...] = ((256, 128, ALL), (1024, 128, 4), (ALL, 256, 1))
-BACKWARD: tuple[tuple[int, int, int], ...] = ((128, 64, ALL), (256, 64, 8), (512, 128, 4), (1024, 128, 2), (ALL, 256, 1))
+FORWARD: tuple[tuple[int, int, int], ...] = ((256, 128, 16), (1024, 128, 4), (ALL, 256, 1))
+BACKWARD: tuple[tuple[int, int, int], ...] = ((256, 64, 16), (512, 128, 4), (1024, 128, 2), (ALL, 256, 1))
 """Longest S → queries a tile, heads a chunk, as measured (docs/performance.md)."""
 
-FUSED = 512
+JOINED = 512
 """Keys up to which a strip is left to the library of fusions, as measured."""
+
+JOINED_FORWARD, JOINED_BACKWARD = (128, ALL), (64, ALL)
+"""Queries a tile and heads a chunk there, but with dropout, whose selection keeps its scores apart."""
+
+NOTHING = 1e-30
+"""What a total begins with, so that a row that sees nothing can be divided by its own; any other row totals 1 or more."""
 
 STRIPS = 16
 """Strips that are unrolled at most; longer inputs get longer strips, walked in tiles."""
@@ -59,6 +66,8 @@ AREA = 1 << 19
 def tiles(case: Case, *, backward: bool) -> Tiles:
     """The cut that the table asks for, within the sizes of the case."""
     _, queries, heads = next(row for row in (BACKWARD if backward else FORWARD) if case.keys <= row[0])
+    if _joined(case) and case.dropout_rate == 0.0:
+        queries, heads = JOINED_BACKWARD if backward else JOINED_FORWARD
     want = max(1, heads // case.group)
     kv_heads = max(n for n in range(1, case.kv_heads + 1) if case.kv_heads % n == 0 and n <= want)
     rows = want // case.kv_heads if kv_heads == case.kv_heads else 1
@@ -101,13 +110,11 @@ def _forward(case: Case, q: Array, k: Array, v: Array, bias: Array | None, given
         def tile(s: Span, t: Span, state: None) -> tuple[None, tuple[Array, ...]]:
             products = _product("bkrd,bksd->bkrs", _rows(_part(queries, 3, t)), _part(keys, 2, s), dtype)
             scores, _ = view.finish(at, t, s, products)
-            peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), jnp.finfo(dtype).min)
-            powers = jnp.exp(scores - peak)
-            total = jnp.sum(powers, axis=-1, keepdims=True)
+            powers, peak, total = _powers(scores, axis=3)
             if case.dropout_rate > 0.0:
                 powers = jnp.where(_rows(view.keep(at, t, s)), powers, 0.0)
             out = _product("bkrs,bksd->bkrd", powers.astype(v.dtype), _part(values, 2, s), dtype)
-            out = (out / (_above_zero(total) * (1.0 - case.dropout_rate))).astype(q.dtype)
+            out = (out / (_spread(total, out.shape) * (1.0 - case.dropout_rate))).astype(q.dtype)
             return state, tuple(x.reshape(*queries.shape[:3], t[1], -1) for x in (out, peak, total))
 
         def blind(t: Span) -> tuple[Array, ...]:
@@ -118,19 +125,21 @@ def _forward(case: Case, q: Array, k: Array, v: Array, bias: Array | None, given
         return carry, tuple(jnp.concatenate(parts, axis=3) for parts in zip(*strips, strict=True))
 
     _, (out, peak, total) = view.over_chunks(chunk, None, (queries, keys, values))
-    lse = jnp.where(total == 0.0, -jnp.inf, peak + jnp.log(_above_zero(total)))
+    lse = jnp.where(total < 0.5, -jnp.inf, peak + jnp.log(total))
     out = _merge(case, out)
-    return (out, _merge(case, lse)[..., 0]), (q, k, v, bias, given, out, (peak, total) if case.keys > FUSED else ())
+    return (out, _merge(case, lse)[..., 0]), (q, k, v, bias, given, out, (peak, total) if case.keys > JOINED else ())
 
 
 def _backward(case: Case, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
     q, k, v, bias, given, out, softmax = saved
     d_out, d_lse = cotangents
-    dtype, view = case.accumulator, _View(case, bias, given, backward=True)
+    dtype, joined, view = case.accumulator, _joined(case), _View(case, bias, given, backward=True)
     share = 1.0 / (1.0 - case.dropout_rate)
-    through_rows = jnp.sum(d_out.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True)
     # An empty row has no weights, and its lse is −∞ whatever q and k are: its gradient is 0.
-    through_rows = _split(case, through_rows - d_lse[..., None])
+    through_rows = -d_lse[..., None]
+    if not joined:
+        through_rows += jnp.sum(d_out.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True)
+    through_rows = _split(case, through_rows)
     queries, keys = _split(case, _prescale(case, _marked(case, q))), _turn_heads(_marked(case, k, v))
     # 0 · NaN is NaN: what the gradients of the hidden are made of must be finite.
     finite = (queries, keys) if case.assume_finite else (_split(case, _prescale(case, _finite(case, q))), _turn_heads(_finite(case, k)))
@@ -147,27 +156,33 @@ def _backward(case: Case, saved: Any, cotangents: tuple[Array, Array]) -> tuple[
             on_rows = lambda x: x[:, :, None]
             products = _product("bksd,bkrd->bksr", k_tile, _rows(_part(queries, 3, t)), dtype)
             scores, seen = view.finish(at, t, s, products, turned=True)
-            if softmax:
-                peak, total = (_rows(_part(x, 3, t))[..., 0] for x in softmax)
-                powers = jnp.exp(scores - on_rows(peak))
+            through = _rows(_part(throughs, 3, t))[..., 0]
+            if joined:
+                powers, _, total = _powers(scores, axis=2)
+                powers = powers / _spread(total, powers.shape)
             else:
-                peak = jnp.maximum(jnp.max(scores, axis=2), jnp.finfo(dtype).min)
-                powers = jnp.exp(scores - on_rows(peak))
-                total = jnp.sum(powers, axis=2)
-            if seen is not None:
-                powers = jnp.where(seen, powers, 0.0)
-            # weights = powers / total: the division is taken from the tile to the rows, but for 16 bits, where it would be rounded once more.
-            # A NaN in a row stays in its powers: in d_tile it would reach the hidden.
-            inverse, through = 1.0 / jnp.where(total > 0.0, total, 1.0), _rows(_part(throughs, 3, t))[..., 0]
-            if _prescaled(case):
-                d_tile, through = d_tile * inverse[..., None], through * inverse
-            else:
-                powers = powers * on_rows(inverse)
+                if softmax:
+                    peak, total = (_rows(_part(x, 3, t))[..., 0] for x in softmax)
+                    powers = jnp.exp(scores - on_rows(peak))
+                else:
+                    powers, _, total = _powers(scores, axis=2)
+                    total = total[:, :, 0]
+                if seen is not None:
+                    powers = jnp.where(seen, powers, 0.0)
+                # weights = powers / total: the division is taken from the tile to the rows, but for 16 bits, where it would be rounded once more.
+                # A NaN in a row stays in its powers: in d_tile it would reach the hidden.
+                inverse = 1.0 / jnp.where(total > 0.5, total, 1.0)
+                if _prescaled(case):
+                    d_tile, through = d_tile * inverse[..., None], through * inverse
+                else:
+                    powers = powers * on_rows(inverse)
             d_powers = _product("bksd,bkrd->bksr", v_tile, d_tile, dtype)
             kept = powers
             if case.dropout_rate > 0.0:
                 keep = _rows(view.keep(at, t, s)).swapaxes(2, 3)
                 d_powers, kept = jnp.where(keep, d_powers * share, 0.0), jnp.where(keep, powers * share, 0.0)
+            if joined:
+                through += jnp.sum(powers * d_powers, axis=2)
             d_scores = powers * (d_powers - on_rows(through))
             if seen is not None:
                 d_scores = jnp.where(seen, d_scores, 0.0)
@@ -254,7 +269,7 @@ class _View:
         if self.bias is not None:
             bias = flat(self._map(self.bias, at, t, s)).astype(scores.dtype)
             seen = _and(bias != -jnp.inf, seen)
-        if self.case.assume_finite and self.case.keys <= FUSED and seen is not None:
+        if _joined(self.case) and seen is not None:
             return scores + jnp.where(seen, 0.0 if bias is None else bias, -jnp.inf).astype(scores.dtype), None
         scores = scores if bias is None else scores + bias
         return (scores, None) if seen is None else (jnp.where(seen, scores, -jnp.inf), None if self.case.assume_finite else seen)
@@ -393,9 +408,32 @@ def _turn_heads(x: Array) -> Array:
     return x.transpose(0, 2, 1, 3)
 
 
-def _above_zero(total: Array) -> Array:
-    """The total, 1 or more, of a row that sees something; else ½. A maximum may stand within a fusion of the library, a selection may not."""
-    return jnp.maximum(total, 0.5)
+def _joined(case: Case) -> bool:
+    """Whether a strip is left to the library of fusions."""
+    return case.assume_finite and case.keys <= JOINED
+
+
+def _powers(scores: Array, *, axis: int) -> tuple[Array, Array, Array]:
+    """exp(scores − peak), each row's peak, and its total: 1 or more, or a few times NOTHING."""
+    peak = _reduce(jnp.maximum, scores, float(jnp.finfo(scores.dtype).min), axis)
+    powers = jnp.exp(scores - peak)
+    return powers, peak, _reduce(jnp.add, powers, NOTHING, axis)
+
+
+def _reduce(operation: Any, x: Array, limit: float, axis: int) -> Array:
+    """A reduction that begins with `limit`, a sum maybe more than once.
+
+    Applied afterwards, to fewer than 4096 elements, the limit would not be joined to the rest.
+    """
+    start = _number(limit, x)
+    if x.shape[axis] == 1:  # XLA takes a single element as it is
+        return operation(x, start)
+    return jnp.expand_dims(lax.reduce(x, start, operation, (axis,)), axis)
+
+
+def _spread(total: Array, shape: tuple[int, ...]) -> Array:
+    """The totals as a divisor of each element. Behind a barrier, or XLA multiplies by 1 / total, made apart, and nothing is joined."""
+    return lax.optimization_barrier(jnp.broadcast_to(total, shape))
 
 
 def _marked(case: Case, x: Array, value: Array | None = None) -> Array:
