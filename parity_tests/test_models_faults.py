@@ -226,3 +226,18 @@ def test_other_weights_are_refused_before_anything_is_compared():
 
 def test_an_empty_report_is_no_success():
     assert not compare.Report().ok
+
+
+@pytest.mark.parametrize("length", [12, 80])  # `dense` and `blocked`
+def test_a_weight_that_is_not_finite_is_hidden_by_neither_package(length):
+    config = GPTConfig(vocab_size=37, d_model=32, num_heads=4, num_layers=2, d_ff=48, max_len=length)
+    weights = oracle.torch_weights(oracle.torch_model(config, seed=0))
+    weights["token_embedding.weight"][36] = np.nan
+    tokens = np.random.default_rng(1).integers(0, 36, (2, length))
+    tokens[0, 5] = 36
+    batch = oracle.Batch.of({"tokens": tokens, "targets": tokens})
+    ours, theirs = oracle.flax_model(config, weights), oracle.torch_model(config, weights)
+    for logits in (oracle.flax_values(ours, batch)["logits"], oracle.torch_values(theirs, batch)["logits"]):
+        logits = logits[..., :36]  # the head is the embedding: the last column is NaN everywhere
+        assert np.isnan(logits[0, 5:]).all()
+        assert np.isfinite(logits[1]).all()

@@ -31,7 +31,7 @@ import torch_ref.training.loss as torch_loss
 import torch_ref.training.optimizer as torch_optimizer
 from flax_gpt.config import GPTConfig, OptimizerConfig, TrainConfig
 from flax_gpt.errors import InputError, RunError
-from flax_gpt.training import checkpoint
+from flax_gpt.training import checkpoint, progress
 from flax_gpt.training.data import Windows, load_corpus
 from flax_gpt.training.loop import Stopped, evaluate, load_run, train
 from flax_gpt.training.loss import cross_entropy
@@ -502,6 +502,16 @@ def test_lines_are_shown_where_there_is_no_terminal(text: Path, tmp_path: Path, 
     assert "step 24/24  loss " in shown.err
     assert "step 24  held-out loss " in shown.err
     assert (tmp_path / "run" / "loss.png").stat().st_size > 1000
+
+
+def test_time_left_does_not_count_the_compilation(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    clock = iter([0.0, 100.0, 110.0, 140.0])  # made; 10 steps, 90 s of them compiling; then a step a second
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    display = progress.Display(True, 0, 60)
+    for step in (10, 20, 50):
+        display.update(step, 1.0, 64.0)
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.partition("tokens/s")[2].strip() for line in lines] == ["", "40 s left", "10 s left"]
 
 
 # What is refused

@@ -14,7 +14,7 @@ class Display:
     """Loss, tokens a second and time left, on standard error; silent when not `enabled`."""
 
     def __init__(self, enabled: bool, start: int, total: int):
-        self.enabled, self.start, self.total = enabled, start, total
+        self.enabled, self.total = enabled, total
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.bar: Progress | None = None
         if enabled and self.console.is_terminal:
@@ -28,7 +28,8 @@ class Display:
                 console=self.console,
             )
             self.task = self.bar.add_task("train", completed=start, total=total, text="compiling")
-        self.began = self.printed = time.monotonic()
+        self.printed = time.monotonic()
+        self.first: tuple[int, float] | None = None
 
     def __enter__(self) -> Self:
         if self.bar is not None:
@@ -47,8 +48,15 @@ class Display:
             self.bar.update(self.task, completed=step, text=text)
         elif self.enabled and (now - self.printed >= SECONDS_BETWEEN_LINES or step == self.total):
             self.printed = now
-            left = (now - self.began) / (step - self.start) * (self.total - step)
-            self.say(f"step {step}/{self.total}  {text}  {left:.0f} s left")
+            self.say(f"step {step}/{self.total}  {text}{self._left(step, now)}")
+        self.first = self.first or (step, now)
+
+    def _left(self, step: int, now: float) -> str:
+        """By the steps since the first update: those before it hold the compilation, and give no estimate."""
+        if self.first is None:
+            return ""
+        first, then = self.first
+        return f"  {(now - then) / (step - first) * (self.total - step):.0f} s left"
 
     def busy(self, text: str) -> None:
         """What happens instead of training, in the bar until the next update."""
