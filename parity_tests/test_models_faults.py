@@ -232,7 +232,7 @@ def test_an_empty_report_is_no_success():
 def test_a_weight_that_is_not_finite_is_hidden_by_neither_package(length):
     config = GPTConfig(vocab_size=37, d_model=32, num_heads=4, num_layers=2, d_ff=48, max_len=length)
     weights = oracle.torch_weights(oracle.torch_model(config, seed=0))
-    weights["token_embedding.weight"][36] = np.nan
+    weights["token_embed.weight"][36] = weights["lm_head.weight"][36] = np.nan
     tokens = np.random.default_rng(1).integers(0, 36, (2, length))
     tokens[0, 5] = 36
     batch = oracle.Batch.of({"tokens": tokens, "targets": tokens})

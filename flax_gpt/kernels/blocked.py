@@ -110,11 +110,11 @@ def _forward(case: Case, q: Array, k: Array, v: Array, bias: Array | None, given
         def tile(s: Span, t: Span, state: None) -> tuple[None, tuple[Array, ...]]:
             products = _product("bkrd,bksd->bkrs", _rows(_part(queries, 3, t)), _part(keys, 2, s), dtype)
             scores, _ = view.finish(at, t, s, products)
-            powers, peak, total = _powers(scores, axis=3)
+            powers, peak, total = _powers(case, scores, axis=3)
             if case.dropout_rate > 0.0:
                 powers = jnp.where(_rows(view.keep(at, t, s)), powers, 0.0)
             out = _product("bkrs,bksd->bkrd", powers.astype(v.dtype), _part(values, 2, s), dtype)
-            out = (out / (_spread(total, out.shape) * (1.0 - case.dropout_rate))).astype(q.dtype)
+            out = (out / (_spread(case, total, out.shape) * (1.0 - case.dropout_rate))).astype(q.dtype)
             return state, tuple(x.reshape(*queries.shape[:3], t[1], -1) for x in (out, peak, total))
 
         def blind(t: Span) -> tuple[Array, ...]:
@@ -158,14 +158,14 @@ def _backward(case: Case, saved: Any, cotangents: tuple[Array, Array]) -> tuple[
             scores, seen = view.finish(at, t, s, products, turned=True)
             through = _rows(_part(throughs, 3, t))[..., 0]
             if joined:
-                powers, _, total = _powers(scores, axis=2)
-                powers = powers / _spread(total, powers.shape)
+                powers, _, total = _powers(case, scores, axis=2)
+                powers = powers / _spread(case, total, powers.shape)
             else:
                 if softmax:
                     peak, total = (_rows(_part(x, 3, t))[..., 0] for x in softmax)
                     powers = jnp.exp(scores - on_rows(peak))
                 else:
-                    powers, _, total = _powers(scores, axis=2)
+                    powers, _, total = _powers(case, scores, axis=2)
                     total = total[:, :, 0]
                 if seen is not None:
                     powers = jnp.where(seen, powers, 0.0)
@@ -413,27 +413,27 @@ def _joined(case: Case) -> bool:
     return case.assume_finite and case.keys <= JOINED
 
 
-def _powers(scores: Array, *, axis: int) -> tuple[Array, Array, Array]:
+def _powers(case: Case, scores: Array, *, axis: int) -> tuple[Array, Array, Array]:
     """exp(scores − peak), each row's peak, and its total: 1 or more, or a few times NOTHING."""
-    peak = _reduce(jnp.maximum, scores, float(jnp.finfo(scores.dtype).min), axis)
+    peak = _reduce(case, jnp.maximum, scores, float(jnp.finfo(scores.dtype).min), axis)
     powers = jnp.exp(scores - peak)
-    return powers, peak, _reduce(jnp.add, powers, NOTHING, axis)
+    return powers, peak, _reduce(case, jnp.add, powers, NOTHING, axis)
 
 
-def _reduce(operation: Any, x: Array, limit: float, axis: int) -> Array:
+def _reduce(case: Case, operation: Any, x: Array, limit: float, axis: int) -> Array:
     """A reduction that begins with `limit`, a sum maybe more than once.
 
-    Applied afterwards, to fewer than 4096 elements, the limit would not be joined to the rest.
+    Applied afterwards, to fewer than 4096 elements, the limit would not be joined to the rest. Where nothing is joined, it costs less there.
     """
     start = _number(limit, x)
-    if x.shape[axis] == 1:  # XLA takes a single element as it is
-        return operation(x, start)
+    if not _joined(case) or x.shape[axis] == 1:  # XLA takes a single element as it is
+        return operation(operation.reduce(x, axis=axis, keepdims=True), start)
     return jnp.expand_dims(lax.reduce(x, start, operation, (axis,)), axis)
 
 
-def _spread(total: Array, shape: tuple[int, ...]) -> Array:
+def _spread(case: Case, total: Array, shape: tuple[int, ...]) -> Array:
     """The totals as a divisor of each element. Behind a barrier, or XLA multiplies by 1 / total, made apart, and nothing is joined."""
-    return lax.optimization_barrier(jnp.broadcast_to(total, shape))
+    return lax.optimization_barrier(jnp.broadcast_to(total, shape)) if _joined(case) else total
 
 
 def _marked(case: Case, x: Array, value: Array | None = None) -> Array:
