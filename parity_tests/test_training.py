@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -32,11 +33,11 @@ import torch_ref.training.optimizer as torch_optimizer
 from flax_gpt.config import GPTConfig, OptimizerConfig, TrainConfig
 from flax_gpt.errors import InputError, RunError
 from flax_gpt.training import checkpoint, progress
-from flax_gpt.training.data import Windows, load_corpus
+from flax_gpt.training.data import Batch, Windows, load_corpus
 from flax_gpt.training.loop import Stopped, evaluate, load_run, train
 from flax_gpt.training.loss import cross_entropy
 from flax_gpt.training.optimizer import clip_by_global_norm, decayed_names, learning_rate, make_optimizer
-from flax_gpt.training.state import failed, from_arrays, make_step, new_model, new_state, split_model, to_arrays
+from flax_gpt.training.state import failed, from_arrays, language_loss, make_step, new_model, new_state, split_model, to_arrays
 
 # Loss
 
@@ -185,6 +186,22 @@ def test_one_compilation_serves_every_batch_and_nothing_piles_up() -> None:
     assert int(s.state.step) == 30
     assert arrays[2] == arrays[-1]
     assert s.state.line_tokens == sum(s.windows[i].weights.sum() for i in range(25, 30))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_operation_of_the_gradient_grows_with_the_layers(dtype: str) -> None:
+    """On the processor the gradient of the residual stream is kept, not added up anew by each layer from those after it."""
+
+    def widest(layers: int) -> int:
+        """The most arrays that one operation reads."""
+        config = GPTConfig(vocab_size=31, d_model=16, num_heads=2, num_layers=layers, max_len=8, dropout=0.1, dtype=dtype)
+        graph, params, rest = split_model(new_model(config, 0))
+        batch = Batch(jnp.zeros((2, 8), jnp.int32), jnp.zeros((2, 8), jnp.int32), jnp.ones((2, 8)))
+        loss = lambda params: language_loss(nnx.merge(graph, params, rest, copy=True), batch)
+        written = jax.jit(jax.grad(loss)).lower(params).compile().as_text().split("ENTRY")[1]
+        return max(arguments.count("%") for arguments in re.findall(r" fusion\((.*?)\), kind", written))
+
+    assert widest(4) == widest(2)
 
 
 @pytest.mark.parametrize("placed", [False, True])

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from flax_gpt.config import TransformerConfig
@@ -24,7 +25,9 @@ class Residual(nnx.Module):
 
     def add(self, x: jax.Array, norm: nnx.Module, f: Callable[..., Any], draw: Draw | None = None, place: str = "") -> tuple[jax.Array, Any]:
         """x (B, T, D) → x with f's first result added, and the rest of f's results."""
-        y, rest = f(norm(x) if self.placement == "pre" else x)
+        # The copy, which a compiled program does not make, sums what the norm sends back before the residual stream's own gradient is added: XLA then
+        # keeps that sum, where one that ends in a broadcast is computed anew by all that reads it, in ever longer chains (docs/performance.md).
+        y, rest = f(norm(jnp.copy(x)) if self.placement == "pre" else x)
         x = x + dropout(y, self.rate, draw, f"{self.place}.{place}")
         return x if self.placement == "pre" else norm(x), rest
 
