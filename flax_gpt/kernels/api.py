@@ -41,8 +41,9 @@ TABLE: dict[str, tuple[str, ...]] = {
 }
 """Platform → implementations in the order in which "auto" asks them; the first that does not refuse runs. dense never refuses."""
 
-SMALL = 64 * 64
-"""Scores a head, T · S, up to which the whole map stays in a core's first cache and tiles only add loops (benchmarks/attention.py)."""
+SMALL, SMALL_AND_FINITE = 64 * 64, 8 * 8
+"""Scores a head, T · S, up to which the whole map stays in a core's first cache and strips gain nothing (benchmarks/attention.py); the second with
+`assume_finite`, which lets XLA join the operations of a strip."""
 
 
 def _one_query(case: Case) -> str | None:
@@ -52,8 +53,9 @@ def _one_query(case: Case) -> str | None:
 def _too_small(case: Case) -> str | None:
     if case.queries == 1:
         return _one_query(case)
-    if case.queries * case.keys <= SMALL:
-        return f"T · S = {case.queries * case.keys} scores are at most {SMALL}, where dense is faster"
+    most = SMALL_AND_FINITE if case.assume_finite else SMALL
+    if case.queries * case.keys <= most:
+        return f"T · S = {case.queries * case.keys} scores are at most {most}, where dense is faster"
     return None
 
 

@@ -5,9 +5,9 @@ Backward: the same strips with everything turned, so that the products have thei
 
 Up to JOINED keys, what is hidden has −∞ added to its score when `assume_finite` allows it, and the backward pass computes each row's peak, total and
 sum through the weights again: so a strip of the forward pass is one operation of XLA's library of fusions, product, softmax and product, whereas a
-selection or a second result would cut it into pieces; the weights and the gradient of the scores are one each. A product of many small matrices that
-is joined to a reduction runs on all cores, alone it runs on one. Beyond, the pieces are faster, and peak and total are kept; apart, not as lse:
-log(total) is lost beside a peak of −3.4e38, which a row has whose every key has a bias of finfo.min.
+selection or a second result would cut it into pieces; the weights and the gradient of the scores are one each. Dropout is a product with 0 or 1 there.
+A product of many small matrices that is joined to a reduction runs on all cores, alone it runs on one. Beyond, the pieces are faster, and peak and total
+are kept; apart, not as lse: log(total) is lost beside a peak of −3.4e38, which a row has whose every key has a bias of finfo.min.
 
 Plain XLA. The heads are taken in chunks of which a strip stays in a core's L2, or all at once where the library sees to that; the strips are
 unrolled, since XLA knows static slices best, and one that would be too large is walked in tiles by a loop: the program does not grow with T.
@@ -51,7 +51,7 @@ JOINED = 512
 """Keys up to which a strip is left to the library of fusions, as measured."""
 
 JOINED_FORWARD, JOINED_BACKWARD = (128, ALL), (64, ALL)
-"""Queries a tile and heads a chunk there, but with dropout, whose selection keeps its scores apart."""
+"""Queries a tile and heads a chunk there."""
 
 NOTHING = 1e-30
 """What a total begins with, so that a row that sees nothing can be divided by its own; any other row totals 1 or more."""
@@ -66,7 +66,7 @@ AREA = 1 << 19
 def tiles(case: Case, *, backward: bool) -> Tiles:
     """The cut that the table asks for, within the sizes of the case."""
     _, queries, heads = next(row for row in (BACKWARD if backward else FORWARD) if case.keys <= row[0])
-    if _joined(case) and case.dropout_rate == 0.0:
+    if _joined(case):
         queries, heads = JOINED_BACKWARD if backward else JOINED_FORWARD
     want = max(1, heads // case.group)
     kv_heads = max(n for n in range(1, case.kv_heads + 1) if case.kv_heads % n == 0 and n <= want)
@@ -112,7 +112,7 @@ def _forward(case: Case, q: Array, k: Array, v: Array, bias: Array | None, given
             scores, _ = view.finish(at, t, s, products)
             powers, peak, total = _powers(case, scores, axis=3)
             if case.dropout_rate > 0.0:
-                powers = jnp.where(_rows(view.keep(at, t, s)), powers, 0.0)
+                powers = _kept(case, powers, _rows(view.keep(at, t, s)))
             out = _product("bkrs,bksd->bkrd", powers.astype(v.dtype), _part(values, 2, s), dtype)
             out = (out / (_spread(case, total, out.shape) * (1.0 - case.dropout_rate))).astype(q.dtype)
             return state, tuple(x.reshape(*queries.shape[:3], t[1], -1) for x in (out, peak, total))
@@ -180,7 +180,7 @@ def _backward(case: Case, saved: Any, cotangents: tuple[Array, Array]) -> tuple[
             kept = powers
             if case.dropout_rate > 0.0:
                 keep = _rows(view.keep(at, t, s)).swapaxes(2, 3)
-                d_powers, kept = jnp.where(keep, d_powers * share, 0.0), jnp.where(keep, powers * share, 0.0)
+                d_powers, kept = _kept(case, d_powers * share, keep), _kept(case, powers * share, keep)
             if joined:
                 through += jnp.sum(powers * d_powers, axis=2)
             d_scores = powers * (d_powers - on_rows(through))
@@ -434,6 +434,11 @@ def _reduce(case: Case, operation: Any, x: Array, limit: float, axis: int) -> Ar
 def _spread(case: Case, total: Array, shape: tuple[int, ...]) -> Array:
     """The totals as a divisor of each element. Behind a barrier, or XLA multiplies by 1 / total, made apart, and nothing is joined."""
     return lax.optimization_barrier(jnp.broadcast_to(total, shape)) if _joined(case) else total
+
+
+def _kept(case: Case, x: Array, keep: Array) -> Array:
+    """x where `keep`, 0 elsewhere: by a product with 0 or 1 where a selection would keep an operation from being joined."""
+    return x * keep.astype(x.dtype) if _joined(case) else jnp.where(keep, x, 0.0)
 
 
 def _marked(case: Case, x: Array, value: Array | None = None) -> Array:
