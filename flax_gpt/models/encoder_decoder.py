@@ -12,7 +12,7 @@ from flax_gpt.generation.cache import CrossCache, KVCache
 from flax_gpt.models.inputs import check_inputs
 from flax_gpt.nn.block import Block, DecoderBlock
 from flax_gpt.nn.dropout import Draw, DropoutStream, dropout
-from flax_gpt.nn.linear import embedding
+from flax_gpt.nn.linear import embedding, logits
 from flax_gpt.nn.norm import norm
 from flax_gpt.nn.positions import added_positions
 from flax_gpt.nn.rotary import RotaryPositions
@@ -108,7 +108,7 @@ class EncoderDecoder(nnx.Module):
 
     def head(self, x: jax.Array) -> jax.Array:
         """(B, T, D) → logits (B, T, V)."""
-        return self.target_embed.attend(x if self.decoder_norm is None else self.decoder_norm(x))
+        return logits(self.target_embed, x if self.decoder_norm is None else self.decoder_norm(x))
 
     def _embed(self, tokens: jax.Array, embed: nnx.Embed, added: Any, positions: jax.Array | None = None) -> jax.Array:
         x = embed(tokens)

@@ -13,7 +13,7 @@ from flax_gpt.generation.cache import KVCache
 from flax_gpt.models.inputs import check_inputs
 from flax_gpt.nn.block import Block
 from flax_gpt.nn.dropout import DropoutStream, dropout
-from flax_gpt.nn.linear import embedding
+from flax_gpt.nn.linear import embedding, logits
 from flax_gpt.nn.norm import norm
 from flax_gpt.nn.positions import added_positions
 from flax_gpt.nn.rotary import RotaryPositions, Rotation
@@ -88,4 +88,4 @@ class MiniGPT(nnx.Module):
 
     def head(self, x: jax.Array) -> jax.Array:
         """(B, T, D) → logits (B, T, V)."""
-        return self.token_embed.attend(x if self.final_norm is None else self.final_norm(x))
+        return logits(self.token_embed, x if self.final_norm is None else self.final_norm(x))

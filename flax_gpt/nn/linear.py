@@ -37,6 +37,7 @@ def linear(config: Any, in_features: int, out_features: int, *, use_bias: bool, 
         use_bias=use_bias,
         kernel_init=kernel_init,
         bias_init=bias_init,
+        dot_general=_rows_times,
         **dtypes_of(config),
         rngs=rngs,
     )
@@ -51,6 +52,20 @@ def embedding(config: Any, size: int, *, rngs: nnx.Rngs) -> nnx.Embed:
         **dtypes_of(config),
         rngs=rngs,
     )
+
+
+def logits(embed: nnx.Embed, x: jax.Array) -> jax.Array:
+    """x (..., D) times every row of a tied table (V, D), (..., V)."""
+    return embed.attend(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], embed.num_embeddings)
+
+
+def _rows_times(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, precision: Any = None, **options: Any) -> jax.Array:
+    """lax.dot_general of x (..., in) and a kernel (in, out), (..., out), over one axis of rows.
+
+    For the gradient of a kernel XLA's CPU back end turns an array of more axes around in a copy; one of two axes it multiplies as it lies.
+    """
+    rows = jax.lax.dot_general(x.reshape(-1, x.shape[-1]), kernel, (((1,), (0,)), ((), ())), precision=precision, **options)
+    return rows.reshape(*x.shape[:-1], kernel.shape[1])
 
 
 def _uniform(bound: float) -> Any:
