@@ -285,12 +285,11 @@ def test_a_longer_search_never_finds_less(models):
 def test_the_memory_is_not_copied_for_the_beams():
     """In the compiled program no array of B · K rows has the source's length."""
     model = EncoderDecoder(TRANSLATE, rngs=nnx.Rngs(0))
-    graph, weights = nnx.split(model)
     rule = beam.Rule(np.int32(NEW), np.int32(EOS), np.int32(1), np.float32(1))
     sizes = {}
     for use_cache in (True, False):
         plan = BeamConfig(beams=5)
-        traced = beam._search.trace(graph, weights, np.zeros((3, 13), np.int32), LENGTHS, rule, plan=plan, room=10, use_cache=use_cache)
+        traced = beam._search.trace(model, np.zeros((3, 13), np.int32), LENGTHS, rule, plan=plan, room=10, use_cache=use_cache)
         sizes[use_cache] = "[15,13," in str(traced.jaxpr)
     assert sizes == {True: False, False: True}
 

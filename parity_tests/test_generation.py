@@ -156,16 +156,15 @@ def test_one_compilation_serves_every_request_of_a_bucket():
 def test_the_loop_neither_copies_nor_gathers_nor_searches_the_cache():
     """In the compiled loop, arrays of the cache's size are carried, written to at one place and read as they lie."""
     model = oracle.flax_model(dataclasses.replace(CONFIG, num_heads=6, num_kv_heads=2, d_model=48, max_len=53), seed=3)
-    graph, weights = nnx.split(model)
     lengths, before, spans = LENGTHS.astype(np.int32), np.zeros(3, np.int32), np.full(3, 48, np.int32)
-    start = sampling._start(graph, weights, np.zeros((3, 16), np.int32), lengths, before, spans, room=32, use_cache=True)
+    start = sampling._start(model, np.zeros((3, 16), np.int32), lengths, before, spans, room=32, use_cache=True)
     method, rule = draws.read_rule(0, None, None, None, None, V)
-    text = sampling._advance.lower(graph, weights, start, rule, np.int32(NEW), method=method).compile().as_text()
+    text = sampling._advance.lower(model, start, rule, np.int32(NEW), method=method).compile().as_text()
     found = re.findall(r"= \w+\[([\d,]+)\]\S* ([\w\-]+)\(", text)
     operations = {name for sizes, name in found if math.prod(map(int, sizes.split(","))) == start.cache.keys[0].size}
     assert "get-tuple-element" in operations  # the loop carries it
     assert not {"copy", "transpose", "is-finite", "select", "gather"} & operations, operations
-    sampling._advance(graph, weights, start, rule, np.int32(NEW), method=method)
+    sampling._advance(model, start, rule, np.int32(NEW), method=method)
     assert start.cache.keys[0].is_deleted()  # donated
 
 

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 
 from flax_gpt.config import BeamConfig, EncoderDecoderConfig
@@ -125,9 +124,8 @@ def beam_search(
     for row, real in zip(padded, rows, strict=True):
         row[: len(real)] = real
     rule = Rule(np.int32(until), np.int32(end), np.int32(config.bos if translates else 0), np.float32(length_exponent))
-    graph, weights = nnx.split(model)
     sizes = np.array([len(row) for row in rows], np.int32)
-    state = _search(graph, weights, padded, sizes, rule, plan=plan, room=bucket(until), use_cache=use_cache)
+    state = _search(model, padded, sizes, rule, plan=plan, room=bucket(until), use_cache=use_cache)
     if not state.finite:
         raise RunError(f"the logits of new token {int(state.made)} are not finite: the weights are damaged or the dtype overflows")
     scores, log_probs, counts = (np.asarray(x)[:, :n_best] for x in (state.ended_scores, state.ended_log_probs, state.ended_lengths))
@@ -158,13 +156,10 @@ def check_search(config: Any, longest: int, max_new_tokens: Any, eos: Any) -> in
     return int(until)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "plan", "room", "use_cache"))
-def _search(
-    graph: nnx.GraphDef, weights: nnx.State, tokens: Array, lengths: Array, rule: Rule, *, plan: BeamConfig, room: int, use_cache: bool
-) -> State:
+@functools.partial(jax.jit, static_argnames=("plan", "room", "use_cache"))
+def _search(model: Any, tokens: Array, lengths: Array, rule: Rule, *, plan: BeamConfig, room: int, use_cache: bool) -> State:
     """The search from its first step to its last, the encoder included."""
-    model = nnx.merge(graph, weights, copy=True)
-    model.eval()
+    model.eval()  # a copy, as any argument of a jitted function is
     config, K, B = model.config, plan.beams, tokens.shape[0]
     if isinstance(config, EncoderDecoderConfig):
         source, source_lengths = tokens, lengths

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 
 from flax_gpt.errors import RunError, is_integer, require
@@ -146,11 +145,11 @@ def _produce(model: Any, prompts: list[np.ndarray], stops: list[int], method: Me
     tokens = np.zeros((B, bucket(lengths.max(), max_len)), np.int32)
     for row, prompt in zip(tokens, seen, strict=True):
         row[: len(prompt)] = prompt
-    graph, weights = nnx.split(model)
     spans = np.minimum(lengths + np.int32(stops[-1] - 1), np.int32(max_len))
-    state = _start(graph, weights, tokens, lengths, before, spans, room=bucket(stops[-1]), use_cache=use_cache)
+    # The model itself, of which a jitted function gets a copy, so that the caller's keeps its mode: nnx.split would take longer than a token.
+    state = _start(model, tokens, lengths, before, spans, room=bucket(stops[-1]), use_cache=use_cache)
     for stop in stops:
-        state = _advance(graph, weights, state, rule, np.int32(stop), method=method)
+        state = _advance(model, state, rule, np.int32(stop), method=method)
         count = int(state.made)
         if not state.finite:
             raise RunError(f"the logits of new token {count} are not finite: the weights are damaged or the dtype overflows")
@@ -162,24 +161,22 @@ def _produce(model: Any, prompts: list[np.ndarray], stops: list[int], method: Me
             return
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "room", "use_cache"))
-def _start(
-    graph: nnx.GraphDef, weights: nnx.State, tokens: Array, lengths: Array, before: Array, spans: Array, *, room: int, use_cache: bool
-) -> State:
+@functools.partial(jax.jit, static_argnames=("room", "use_cache"))
+def _start(model: Any, tokens: Array, lengths: Array, before: Array, spans: Array, *, room: int, use_cache: bool) -> State:
     """The state before the first new token: the padded prompts, and the cache that they fill. What padding writes there lies beyond `lengths`."""
     B, width = tokens.shape
     cache = None
     if use_cache:
-        model = _evaluating(graph, weights)
+        model.eval()
         _, cache = model.step(tokens, init_cache(model.config, B, min(model.config.max_len, width + room), spans), empty=True)
     tokens = jnp.pad(tokens, ((0, 0), (0, room)))
     return State(tokens, lengths, before, spans, jnp.int32(0), jnp.zeros(B, bool), jnp.bool_(True), cache)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "method"), donate_argnames="state")
-def _advance(graph: nnx.GraphDef, weights: nnx.State, state: State, rule: Rule, until: Array, *, method: Method) -> State:
+@functools.partial(jax.jit, static_argnames="method", donate_argnames="state")
+def _advance(model: Any, state: State, rule: Rule, until: Array, *, method: Method) -> State:
     """Appends tokens until there are `until` new ones, every row is done, or a logit is not finite."""
-    model = _evaluating(graph, weights)
+    model.eval()
     B, L = state.tokens.shape
     rows, keys = jnp.arange(B), row_keys(rule, B)
     width = min(model.config.max_len, L)
@@ -215,10 +212,3 @@ def _advance(graph: nnx.GraphDef, weights: nnx.State, state: State, rule: Rule, 
     if state.cache is None or L > width:
         state = jax.lax.while_loop(more, recomputed, state)
     return state
-
-
-def _evaluating(graph: nnx.GraphDef, weights: nnx.State) -> Any:
-    """A copy of the model in eval mode, so that the caller's keeps its own."""
-    model = nnx.merge(graph, weights, copy=True)
-    model.eval()
-    return model
