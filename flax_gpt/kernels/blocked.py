@@ -4,10 +4,10 @@ Forward: for each strip the scores of all its keys, one softmax, no rescaling (R
 Backward: the same strips with everything turned, so that the products have their usual form: XLA multiplies a turned left factor three times slower.
 
 Up to JOINED keys, what is hidden has −∞ added to its score when `assume_finite` allows it, dropout is a product with 0 or 1, and the backward pass
-computes each row's peak, total and sum through the weights again: so a strip of the forward pass is one operation of XLA's library of fusions, product,
-softmax and product, whereas a selection or a second result would cut it into pieces; the weights and the gradient of the scores are one each. A product
-of many small matrices that is joined to a reduction runs on all cores, alone it runs on one. Beyond, the pieces are faster, and peak and total are kept;
-apart, not as lse: log(total) is lost beside a peak of −3.4e38, which a row has whose every key has a bias of finfo.min.
+computes each row's peak, total and sum through the weights again: so a strip of the forward pass is one operation of XLA's library of fusions,
+product, softmax and product, whereas a selection or a second result would cut it into pieces; the weights and the gradient of the scores are one
+each. A product of many small matrices that is joined to a reduction runs on all cores, alone it runs on one. Beyond, the pieces are faster, and
+peak and total are kept; apart, not as lse: log(total) is lost beside a peak of −3.4e38, which a row has whose every key has a bias of finfo.min.
 
 Plain XLA. The heads are taken in chunks of which a strip stays in a core's L2, or all at once where the library sees to that; the strips are
 unrolled, since XLA knows static slices best, and one that would be too large is walked in tiles by a loop: the program does not grow with T.
