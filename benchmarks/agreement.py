@@ -262,6 +262,9 @@ def by_rounding(report: Report, dtype: str, outputs: Outputs, run: Callable[[], 
         compare.judge(report, dtype, outputs, run(), tolerances.scatter(run), reference=REFERENCE if REFERENCE in outputs else "")
 
 
+LARGE = 1e12
+"""FLOPs of a case from which its comparison takes all threads."""
+
 JUDGES: dict[str, Callable[..., None]] = {kind: globals()[kind] for kind in KINDS}
 
 
@@ -300,7 +303,7 @@ def decide(case: Case, outputs: Outputs) -> Agreement:
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)  # thousands of small operations: a second thread would mostly wait for them
+    threads = torch.get_num_threads()
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     place = folder / "agreement"
     place.mkdir(exist_ok=True)
@@ -309,6 +312,8 @@ def main(folder: Path) -> None:
         path = place / f"{case.name}.json"
         if not path.exists():
             print(f"start {case.name}", flush=True)
+            # Of small operations there are thousands, for which a second thread would mostly wait.
+            torch.set_num_threads(threads if (case.flops or 0.0) > LARGE else 1)
             worker.write_json(path, dataclasses.asdict(decide(case, read_outputs(folder, case))))
             print(f"done {case.name}", flush=True)
 

@@ -42,7 +42,7 @@ TABLE: dict[str, tuple[str, ...]] = {
 """Platform → implementations in the order in which "auto" asks them; the first that does not refuse runs. dense never refuses."""
 
 SMALL, SMALL_AND_FINITE = 64 * 64, 8 * 8
-"""Scores a head, T · S, up to which the whole map stays in a core's first cache and strips gain nothing (benchmarks/attention.py); the second with
+"""Scores a head, T · S, up to which the whole map stays in a core's first cache and strips gain nothing (docs/performance.md); the second with
 `assume_finite`, which lets XLA join the operations of a strip."""
 
 
