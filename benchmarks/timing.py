@@ -1,7 +1,7 @@
 """How a program is timed within one process, and what several processes say together. Standard library and numpy alone.
 
 A process may be slow for its whole life, so that figures come from several of each framework in the order A B B A …; within one, from the median of
-samples after a warm-up. A sample during which other processes held more than a tenth of the machine is rejected and counted.
+samples after two runs. A sample during which other processes held more than a tenth of the machine is rejected and counted.
 """
 
 import ctypes
@@ -70,7 +70,7 @@ def process_seconds(pid: int) -> float:
 
 
 def sample(run: Callable[[], Any], wait: Callable[[Any], None], *, seconds: float, chained: bool = False, once: bool = False) -> dict[str, Any]:
-    """Times `run`, which has run before, for about `seconds`: {samples_ms, cpu_ms, rejected, repeats}; times are a run's.
+    """Times `run`, which has run before, once more and then for about `seconds`: {samples_ms, cpu_ms, rejected, repeats}; times are a run's.
 
     `wait` blocks on what `run` returned: after each run, or, when each run needs the one before it (`chained`), after the last of a sample.
     `once`: a single run, which has not run before, again only when it is rejected.
@@ -96,8 +96,8 @@ def sample(run: Callable[[], Any], wait: Callable[[Any], None], *, seconds: floa
         taken = [take(1)]
         repeats = 1 if once else max(1, int(SAMPLE_SECONDS / max(taken[0][0], 1e-9)))
         least = 1 if once else MIN_SAMPLES - (taken[0][0] >= LONG_SECONDS) - (taken[0][0] >= 4 * LONG_SECONDS)
-        if repeats > 1:
-            taken = []
+        if not once:
+            taken = []  # the second run of all still meets memory for the first time: a tenth more in both frameworks
         while True:
             spent, kept = time.perf_counter() - began, [wall for wall, _, bad in taken if not bad]
             if len(taken) >= least and (spent >= seconds or once) and (len(kept) >= least or spent >= PATIENCE * seconds):
