@@ -347,6 +347,15 @@ def test_whatever_does_not_fit_is_refused_in_both(ours, theirs):
         generate(ours, [[1, 2]], 3, key=jax.random.split(jax.random.key(0)))
 
 
+def test_a_module_that_is_no_tree_is_refused(ours):
+    class Opaque(nnx.Module, pytree=False):
+        def __init__(self):
+            self.config = ours.config
+
+    with pytest.raises(InputError, match="model = 'Opaque': must be a module that jax can take apart"):
+        generate(Opaque(), PROMPTS, NEW, temperature=0)
+
+
 def test_what_just_fits_is_not_refused(ours, theirs):
     for function, model in ((generate, ours), (torch_ref.generation.sampling.generate, theirs)):
         assert function(model, [[1, 2]], MAX_LEN - 2, temperature=0, overflow="error").shape == (1, MAX_LEN)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from flax_gpt.config import EncoderConfig, EncoderDecoderConfig
@@ -30,11 +31,13 @@ def read_prompts(tokens: Any, lengths: Any, vocab_size: int) -> list[np.ndarray]
 
 
 def check_model(model: Any, *, translates: bool = False) -> None:
-    """Raises InputError for what does not write: a classifier, an encoder-decoder unless the search `translates`, and what is no model."""
+    """Raises InputError for what does not write: a classifier, an encoder-decoder unless the search `translates`, what is no model and no tree."""
     config = getattr(model, "config", None)
     kinds = "a GPT or an encoder-decoder" if translates else "a GPT; an encoder-decoder translates by beam_search"
     wrong = EncoderConfig if translates else EncoderConfig | EncoderDecoderConfig
     require(config is not None and not isinstance(config, wrong), "model", type(model).__name__, f"must be {kinds}")
+    tree = not jax.tree_util.all_leaves([model])
+    require(tree, "model", type(model).__name__, "must be a module that jax can take apart, an nnx.Module without pytree=False")
 
 
 def check_translator(run: Any) -> None:
