@@ -31,9 +31,13 @@ def bench(level: str, pattern: str | None, out: Path, resume: bool, keep_memory:
 
 def compare(old: Path, new: Path) -> None:
     """Prints how the ratios moved. Raises RunError when one fell by more than the intervals explain, or is gone."""
-    found = results.changes(results.load(old), results.load(new))
+    before, now = results.load(old), results.load(new)
+    found = results.changes(before, now)
     require(bool(found), "NEW", str(new), f"has no case in common with {old}")
-    terminal().print(report.changes_table(found))
+    console = terminal()
+    for line in report.compared(before, now):
+        console.print(line, soft_wrap=True)
+    console.print(report.changes_table(found))
     worse = [change["name"] for change in found if change["verdict"] in ("slower", "failed")]
     if worse:
         raise RunError(f"{len(worse)} of {len(found)} cases became slower: {', '.join(worse)}")

@@ -2,7 +2,7 @@
 
 import base64
 import html
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +120,25 @@ def table(document: Mapping[str, Any]) -> Table:
     return made
 
 
+def compared(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What the two documents of a comparison are, and what besides the commit sets them apart."""
+    memory = lambda document: "memory kept" if document["settings"].get("keep_memory") else "malloc's defaults"
+    lines = [
+        f"{name}: commit {document['machine']['commit']}, {document['machine']['date']}, {memory(document)}, {document['machine']['cpu']}"
+        for name, document in (("before", old), ("now", new))
+    ]
+    facts: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+        "processor": lambda document: (document["machine"]["cpu"], document["machine"]["cpus"]),
+        "use of memory": memory,
+        "versions": lambda document: [found["versions"] for _, found in sorted(document["setup"].items())],
+    }
+    apart = [name for name, fact in facts.items() if fact(old) != fact(new)]
+    return lines + [f"Not of one kind: they differ in {', '.join(apart)}, and ratios with that."] * bool(apart)
+
+
 def changes_table(found: list[dict[str, Any]]) -> Table:
     made = Table()
-    for name in ("case", "before", "now", ""):
+    for name in ("case", "before", "now", "verdict"):
         made.add_column(name, overflow="fold")
     shown = lambda numbers: "–" if numbers is None else f"{numbers[0]:.2f} ({results.interval(*numbers[1:])})"
     for change in found:

@@ -350,7 +350,8 @@ def made_up(**ratios: tuple[float, float | None, float | None] | None) -> dict[s
     for name, numbers in ratios.items():
         ratio, low, high = numbers or (None, None, None)
         rows.append({"name": name, "ratio": ratio, "low": low, "high": high, "error": None if numbers else "it broke"})
-    return {"format": 1, "rows": rows}
+    machine = {"commit": "a0b1c2", "date": "2026-01-01", "cpu": "a processor", "cpus": 2}
+    return {"format": 1, "rows": rows, "machine": machine, "settings": {}, "setup": {"jax": {"versions": {"jax": "1"}}}}
 
 
 def test_compare_flags_what_the_intervals_do_not_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -366,6 +367,9 @@ def test_compare_flags_what_the_intervals_do_not_explain(tmp_path: Path, capsys:
     shown = capsys.readouterr().out
     assert "0.80 (0.75 – 0.89)" in shown
     assert "0.50 (one process)" in shown
+    assert "Not of one kind" not in shown
+    old["settings"]["keep_memory"] = True
+    assert report.compared(old, new)[-1] == "Not of one kind: they differ in use of memory, and ratios with that."
     (tmp_path / "other.json").write_text("[]", encoding="utf-8")
     with pytest.raises(InputError, match="is no result of flax-gpt bench"):
         command.compare(tmp_path / "old.json", tmp_path / "other.json")
