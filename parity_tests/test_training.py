@@ -189,13 +189,12 @@ def test_one_compilation_serves_every_batch_and_nothing_piles_up() -> None:
     assert s.state.line_tokens == sum(s.windows[i].weights.sum() for i in range(25, 30))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_operation_of_the_gradient_grows_with_the_layers(dtype: str) -> None:
-    """On the processor the gradient of the residual stream is kept, not added up anew by each layer from those after it."""
+def test_no_operation_of_the_gradient_grows_with_the_layers() -> None:
+    """On the processor the gradient of the residual stream is kept, not added up anew by each layer from those after it; bfloat16 always kept it."""
 
     def widest(layers: int) -> int:
         """The most arrays that one operation reads."""
-        config = GPTConfig(vocab_size=31, d_model=16, num_heads=2, num_layers=layers, max_len=8, dropout=0.1, dtype=dtype)
+        config = GPTConfig(vocab_size=31, d_model=16, num_heads=2, num_layers=layers, max_len=8, dropout=0.1)
         graph, params, rest = split_model(new_model(config, 0))
         batch = Batch(jnp.zeros((2, 8), jnp.int32), jnp.zeros((2, 8), jnp.int32), jnp.ones((2, 8)))
         loss = lambda params: language_loss(nnx.merge(graph, params, rest, copy=True), batch)
