@@ -32,7 +32,7 @@ import torch_ref.training.loss as torch_loss
 import torch_ref.training.optimizer as torch_optimizer
 from flax_gpt.config import GPTConfig, OptimizerConfig, TrainConfig
 from flax_gpt.errors import InputError, RunError
-from flax_gpt.nn.linear import linear
+from flax_gpt.nn.linear import embedding, linear, logits
 from flax_gpt.training import checkpoint, progress
 from flax_gpt.training.data import Batch, Windows, load_corpus
 from flax_gpt.training.loop import Stopped, evaluate, load_run, train
@@ -204,11 +204,13 @@ def test_no_operation_of_the_gradient_grows_with_the_layers() -> None:
     assert widest(4) == widest(2)
 
 
-def test_the_gradient_of_a_kernel_turns_nothing_around() -> None:
-    """On the processor no copy of the inputs, or of what the outputs send back, is made for a linear layer's product over batch and positions."""
-    layer = linear(GPTConfig(vocab_size=31), 16, 24, use_bias=True, rngs=nnx.Rngs(0))
-    graph, params = nnx.split(layer)
-    total = lambda params, x: jnp.sum(jnp.sin(nnx.merge(graph, params)(x)))
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_gradient_of_a_kernel_turns_nothing_around(tied: bool) -> None:
+    """On the processor no copy of the inputs, or of what the outputs send back, is made for a layer's product over batch and positions."""
+    config, rngs = GPTConfig(vocab_size=31, d_model=16), nnx.Rngs(0)
+    graph, params = nnx.split(embedding(config, 31, rngs=rngs) if tied else linear(config, 16, 24, use_bias=True, rngs=rngs))
+    of_layer = logits if tied else lambda layer, x: layer(x)
+    total = lambda params, x: jnp.sum(jnp.sin(of_layer(nnx.merge(graph, params), x)))
     written = jax.jit(jax.grad(total)).lower(params, jnp.ones((3, 8, 16))).compile().as_text()
     assert " dot(" in written
     assert not re.findall(r" (?:copy|transpose)\(", written)
