@@ -5,6 +5,7 @@ Exit status: 0 done, 1 the check or the run failed, 2 bad usage or bad input, 13
 """
 
 import contextlib
+import dataclasses
 import glob
 import importlib
 import importlib.metadata
@@ -127,12 +128,15 @@ def generate(
     require((prompt is None) != (source is None), "--prompt", prompt, "is required for a GPT, --source for an encoder-decoder, one of the two")
     require(samples >= 1, "samples", samples, "must be at least 1")
     if source is not None:
+        require_left_out(sampling, "belongs to a GPT's --prompt")
+        require(samples == 1, "samples", samples, "belongs to a GPT's --prompt; a search gives several with n-best")
         from flax_gpt.generation.translate import translate
 
         for translation in translate(load(run, "encoder-decoder", step), [source], max_new_tokens, **search.to_dict())[0]:
             print(f"{translation.score:.4f}  {translation.text}" if search.n_best > 1 else translation.text)
         return
     assert prompt is not None
+    require_left_out(search, "belongs to an encoder-decoder's --source")
     from flax_gpt.generation.sampling import stream
     from flax_gpt.random import key_from_seed
 
@@ -149,6 +153,13 @@ def generate(
     print()
     for number, text in enumerate(texts[1:], start=2):
         print(f"{heading(number, samples)}{text}")
+
+
+def require_left_out(config: Any, belongs: str) -> None:
+    """Raises InputError when an option of `config` was given a value of its own, which the command would not heed."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        require(value == field.default, field.name, value, belongs)
 
 
 def load(run: Path, kind: str, step: str = "last") -> Any:

@@ -146,6 +146,9 @@ def test_a_preset_gives_the_defaults() -> None:
         ("generate x --prompt a --seed -1", "seed = -1: must lie in [0, 2**64)"),
         ("generate x --prompt a --samples 0", "samples = 0: must be at least 1"),
         ("generate x --prompt a --max-new-tokens 0", "max_new_tokens = 0: must be at least 1"),
+        ("generate x --prompt a --beams 8", "beams = 8: belongs to an encoder-decoder's --source"),
+        ("generate x --source a --temperature 0.5", "temperature = 0.5: belongs to a GPT's --prompt"),
+        ("generate x --source a --samples 2", "samples = 2: belongs to a GPT's --prompt"),
         ("convert weights.pt weights.bin", "OUT = 'weights.bin': must end in .safetensors"),
     ],
 )
@@ -188,7 +191,7 @@ def test_folders_that_are_no_run_are_one_line(run: Path, text: Path, tmp_path: P
 def test_bad_requests_of_a_run_are_one_line(run: Path, tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("The quick fox")
     for arguments, line in [
-        (["generate", run, "--prompt", "héron"], "prompt = 'é': at character 1 is not among the "),
+        (["generate", run, "--prompt", "héron"], "prompt = 'é': character 2 is not among the "),
         (["generate", run, "--prompt="], "prompt = '': must hold at least one character"),
         (["generate", run, "--prompt", "The", "--overflow", "error"], "max_new_tokens = 200: must be at most 13 after 3 tokens: max_len = 16"),
         (["figures", "attention", run, "--text", "The river is old."], "text = '17 tokens': must be at most max_len = 16 tokens long"),

@@ -528,6 +528,9 @@ def test_lines_are_shown_where_there_is_no_terminal(text: Path, tmp_path: Path, 
     train(MODEL, TrainConfig(**SETTINGS), text, tmp_path / "run", progress=True, picture=True)
     shown = capfd.readouterr()
     assert shown.out == ""
+    parameters = sum(array.size for array in jax.tree.leaves(split_model(load_run(tmp_path / "run").model)[1]))
+    characters = len(text.read_text("utf-8"))
+    assert shown.err.startswith(f"{parameters:,} parameters, {characters:,} characters of {text}, steps 1 to 24; compiling\n")
     assert "step 24/24  loss " in shown.err
     assert "step 24  held-out loss " in shown.err
     assert (tmp_path / "run" / "loss.png").stat().st_size > 1000

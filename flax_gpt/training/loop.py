@@ -152,6 +152,7 @@ class _Trainer:
     def run(self) -> Run:
         config, clock, tokens, start = self.train_config, _Clock(), 0, self.done
         with _signals(self.progress) as received, Display(self.progress, self.done, self.total) as display:
+            display.say(self._plan())
             while self.done < self.total:
                 batch = self.batches[self.done]
                 self.state = self.step(self.state, batch)
@@ -187,6 +188,13 @@ class _Trainer:
         model.eval()
         data = self.task.describe(self.data)
         return Run(model, self.data.tokenizer, self.config, self.train_config, self.done, self.folder, self.task.kind, data)
+
+    def _plan(self) -> str:
+        about, parameters = self.task.describe(self.data), sum(x.size for x in jax.tree.leaves(self.state.params))
+        amount = next(f"{about[unit]:,} {unit}" for unit in ("characters", "rows") if unit in about)
+        if self.done == self.total:
+            return f"all {self.total:,} steps are done"
+        return f"{parameters:,} parameters, {amount} of {about['source']}, steps {self.done + 1:,} to {self.total:,}; compiling"
 
     def _restore(self) -> int:
         checkpoint.prune(self.folder, checkpoint.steps(self.folder))

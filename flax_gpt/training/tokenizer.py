@@ -63,7 +63,7 @@ class CharTokenizer:
         ids = self._ids[code_points(text)]
         if len(ids) and ids.min() < 0:
             place = int(np.argmax(ids < 0))
-            raise InputError(argument, text[place], f"at character {place} is not among the {self.vocab_size} characters that the vocabulary holds")
+            raise InputError(argument, text[place], f"character {place + 1} is not among the {self.vocab_size} characters that the vocabulary holds")
         return ids.astype(self.dtype)
 
     def decode(self, ids: Any) -> str:
